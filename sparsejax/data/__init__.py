@@ -1,10 +1,10 @@
-"""From files to data sets in host memory, without a device or a mesh.
+"""Reads files into data sets in host memory, without a device or a mesh.
 
 This wing stands beside `nn` and below `engine`, which makes batches. The names below are
-public. Its rooms, from below: `files`, the formats on disk; `scan`, row groups that are
-decoded and joined to rows; `events`, the events of users, as blocks; `sets`, data sets in
-memory; `prepared`, folders of `prepare`; `scans`, data sets that are read in pieces;
-`reading`, from a source to a data set."""
+public. Its subpackages, from the lowest to the highest: `files`, the formats on disk; `scan`, row
+groups that are decoded and joined to rows; `events`, blocks of users' events; `sets`, data sets
+in memory; `prepared`, folders that `prepare` writes; `scans`, data sets that are read in pieces;
+`reading`, functions that read a source into a data set."""
 
 from sparsejax.data import datasets as datasets
 from sparsejax.data.events.sniff import guess_format as guess_format

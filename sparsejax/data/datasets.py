@@ -1,4 +1,4 @@
-"""The data set that comes with the package."""
+"""The data set that is bundled with the package."""
 
 from __future__ import annotations
 

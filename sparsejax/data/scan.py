@@ -1,4 +1,4 @@
-"""Data that stay on disk: row groups are read, decoded, and joined to rows."""
+"""Reads data sets on disk: row groups are read, decoded, and joined to rows."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from sparsejax.data.files.parquet import ParquetPath
 
 
 class Group(NamedTuple):
-    """A row group of a file, with the rows of the data set that begin in it.
+    """A row group of a file, and the rows of the data set that begin in it.
 
     Attributes:
       file: the file.
-      number: the number of the row group in the file.
+      number: index of the row group in the file.
       rows: number of rows that begin in the group.
       entries: number of entries of these rows; a row without entries counts as one.
       first: number of the table's rows in the file that come before the group.
-      head: number of pairs at its beginning whose row begins in an earlier group.
-      tail: later groups into which its last row continues, and the number of its pairs in
-        each.
+      head: number of pairs at the begin of the group that belong to a row of an earlier group.
+      tail: later groups into which the group's last row continues, each with the number of
+        the row's pairs there.
     """
 
     file: ParquetPath
@@ -34,19 +34,19 @@ class Group(NamedTuple):
 
 
 class Scan[Rows, Part]:
-    """Rows on disk. A subclass decodes some rows of a group, and joins the decoded parts."""
+    """Rows on disk. A subclass says how rows of a group are decoded, and parts joined."""
 
     @property
     def _row_groups(self) -> Sequence[Group]:
-        """The pieces that are read as a whole, in order."""
+        """The row groups of the data set, in order."""
         raise NotImplementedError
 
     def _decode(self, group: Group, low: int, high: int) -> Part:
-        """Rows `low .. high - 1` of a group."""
+        """Reads and decodes the rows `low .. high - 1` of a group."""
         raise NotImplementedError
 
     def _joined(self, parts: list[Part]) -> Rows:
-        """The rows of all parts, one part after the other. There may be no part."""
+        """Concatenates the rows of all parts, in order. The list may be empty."""
         raise NotImplementedError
 
     @property
@@ -55,7 +55,7 @@ class Scan[Rows, Part]:
         return sum(group.rows for group in self._row_groups)
 
     def read(self, start: int, stop: int) -> Rows:
-        """Rows `start .. stop - 1`, in host memory.
+        """Reads the rows `start .. stop - 1` into host memory.
 
         Entries of items that the vocabulary lacks are left out, with a warning.
 
@@ -63,7 +63,7 @@ class Scan[Rows, Part]:
           DataError: a file is damaged, or was changed since it was scanned. A row is wrong,
             or the times of row groups are of several kinds.
           NotImplementedError: a file is text, which can be read in order only.
-          ValueError: there are too many entries, or no such examples of clicks.
+          ValueError: there are too many entries, or the rows are no valid examples of clicks.
         """
         wanted = pieces(self._row_groups, start, stop)
         with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -74,7 +74,10 @@ class Scan[Rows, Part]:
 def pieces(
     groups: Iterable[Group], start: int, stop: int
 ) -> list[tuple[Group, int, int]]:
-    """The groups that have some of the rows `start .. stop - 1`, and which rows of each."""
+    """The groups that have some of the rows `start .. stop - 1`: `(group, low, high)` each.
+
+    `low .. high - 1` are the wanted rows, counted from the group's first row.
+    """
     wanted, first = [], 0
     for group in groups:
         low, high = max(start - first, 0), min(stop - first, group.rows)
@@ -85,7 +88,7 @@ def pieces(
 
 
 def chunk_ends(groups: Sequence[Group], rows: int) -> list[int]:
-    """Where chunks of about so many rows end: each ends where a group does."""
+    """The ends of chunks of at least `rows` rows; a chunk ends where a group ends."""
     ends = [0]
     total = sum(group.rows for group in groups)
     for end in itertools.accumulate(group.rows for group in groups):

@@ -1,1 +1,1 @@
-"""From a source of events to checked blocks of them: one room for all that is read."""
+"""Reads sources of events, of all formats, as checked blocks of events."""

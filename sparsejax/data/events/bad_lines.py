@@ -1,8 +1,8 @@
-"""Lines that cannot be read: which they are, so that a file is read without them.
+"""Finds lines that cannot be read, so that a file can be read without them.
 
-They are found before the file is read: its lines are parsed and checked a block at a time. A
-block with a fault is halved again and again, until the faults stand alone. Then the file is
-read as always, with blank lines in their place, so that all others keep their numbers.
+The search is done before the file is read: lines are parsed and checked a block at a time. A
+block with a fault is halved again and again, until single bad records are found. Then the file
+is read with blank lines in their place, so that all other lines keep their numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparsejax.data.files.opening import (
 NO_LINES = (
     "skip_bad_lines=True is for files of lines, but {}; filter the rows of the table"
 )
-# Reads some lines as if they were a file; raises DataError if one is bad.
+# A function that reads lines as if they were a file, and raises DataError if one is bad.
 Attempt = Callable[[ByteStream], None]
 
 
@@ -38,21 +38,21 @@ def find_bad_lines(
     first_line: int = 1,
     header: str | None = None,
 ) -> None:
-    """Leaves the lines of a file out that cannot be read. A warning counts them.
+    """Finds the lines of a file that cannot be read and leaves them out; a warning counts them.
 
     Args:
       file: the file, of which some bad lines may be known.
-      attempt: function that reads some lines. It is called with later lines after earlier ones,
-        and may remember the lines that it has read, if it forgets those for which it raised an
-        error.
+      attempt: function that reads some lines, and raises an error if one is bad. It gets the
+        lines in the order of the file, and may keep state about them, except about lines for
+        which it raised an error.
       delimiter: delimiter of the columns, if records may have several lines, in quotes.
-      first_line: the line behind the header, counted from 1.
-      header: the text of the header, or None.
+      first_line: number of the first line after the header, counted from 1.
+      header: text of the header, or None.
 
     Raises:
-      DataError: too many lines are bad, or the whole file is.
+      DataError: too many lines are bad, or the file cannot be read at all.
     """
-    done = 1  # the line up to which all is known
+    done = 1  # number of the first line that was not checked yet
 
     def blocks(stream: ByteStream) -> Iterator[Lines]:
         if delimiter is None:
@@ -63,7 +63,7 @@ def find_bad_lines(
             delimiter,
             first_line=first_line,
             header=header,
-            tell=lambda text: None,  # said when the file is read
+            tell=lambda text: None,  # the later reading reports this text
         )
 
     def look() -> None:
@@ -82,7 +82,7 @@ def find_bad_lines(
         try:
             look()
             break
-        except DataError as error:  # a quote that is not closed where it should be
+        except DataError as error:  # for example, a quote that is not closed
             if error.line is None or error.line in file.blank or file.are_many:
                 raise
             file.leave_out(error.line, error.line + 1, error.problem)
@@ -94,7 +94,7 @@ def find_bad_lines(
 def _faults(
     lines: Lines, attempt: Attempt, delimiter: str | None
 ) -> Iterator[tuple[int, int, str]]:
-    """`(begin, end, problem)` of each bad record of a block, by lines from 0."""
+    """Yields `(begin, end, problem)` for each bad record of a block; lines count from 0."""
     texts = lines.data.split(b"\n")[:-1]
     spans: list[tuple[int, int]] = []
 

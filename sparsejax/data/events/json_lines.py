@@ -1,6 +1,6 @@
-"""JSON Lines: a JSON object on each line. Its values may be lists, or objects themselves.
+"""Parses JSON Lines: a JSON object on each line, whose values may be lists or objects.
 
-The key `id` of an object `track` is the column `track.id`.
+The key `id` inside an object `track` becomes the column `track.id`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from sparsejax.data.files.opening import (
     open_data,
 )
 
-# Arrow's parser calls itself for each level, until the process ends by a fault. Events need
-# three levels.
+# Arrow's parser recurses at each level, and a deep line would crash the process by a stack
+# overflow. Events need three levels.
 _LEVELS = 64
-# The change of the level by each byte of JSON outside of text.
+# By how much each byte of JSON outside of strings changes the level.
 _CHANGES = np.zeros(256, np.int8)
 _CHANGES[[*b"[{"]], _CHANGES[[*b"]}"]] = 1, -1
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
-# The keys that lead to a column of an object within, in the schema of a file.
+# Metadata of a field: the keys that lead to a column inside nested objects.
 _KEYS = b"sparsejax_keys"
 
 
 def is_within(field: pa.Field) -> bool:
-    """Whether the column is a key of an object that a line has as a value."""
+    """Whether a column is a key of a nested object, not of the line's own object."""
     return _KEYS in (field.metadata or {})
 
 
 def first_rows(path: Path) -> pa.Table:
-    """The first rows of a file, which decide its columns.
+    """Parses the first rows of a file, whose types decide the columns.
 
-    Bad lines among them are left out of a `WithoutLines`.
+    If `path` is a `WithoutLines`, bad lines among these rows are left out.
     """
     lines = head(path)
     while True:
@@ -69,7 +69,7 @@ def first_rows(path: Path) -> pa.Table:
 def json_cells(
     path: Path, schema: pa.Schema, names: Mapping[str, str]
 ) -> Iterator[Cells]:
-    """`stream_cells` of a file."""
+    """Opens a file and yields its cells; see `stream_cells`."""
     with open_data(path) as stream:
         yield from stream_cells(stream, path, schema, names)
 
@@ -77,13 +77,13 @@ def json_cells(
 def stream_cells(
     stream: ByteStream, path: Path, schema: pa.Schema, names: Mapping[str, str]
 ) -> Iterator[Cells]:
-    """The cells of a file, a block at a time.
+    """Yields the cells of a file, a block at a time.
 
     Args:
-      stream: the file, opened.
-      path: the file that messages name.
-      schema: the columns that `first_rows` found.
-      names: the column for each key of the result.
+      stream: the opened file.
+      path: name of the file in messages.
+      schema: columns that `first_rows` found.
+      names: name of the column for each key of the result.
 
     Raises:
       DataError: a line is no object, or a cell has another type.
@@ -109,7 +109,7 @@ def stream_cells(
 
 
 def _plain(type_: pa.DataType) -> pa.DataType:
-    """The type of a column. Text that looks like a time stays text, and numbers may be parts."""
+    """The type for a column: times stay text, because a text may only look like a time."""
     if is_list(type_):
         return pa.list_(_plain(type_.value_type))
     if pt.is_struct(type_):
@@ -118,14 +118,14 @@ def _plain(type_: pa.DataType) -> pa.DataType:
 
 
 def _columns(table: pa.Table) -> pa.Table:
-    """The table with the keys of objects as columns, which `is_within` tells apart."""
+    """Turns keys of nested objects into columns, which are marked for `is_within`."""
     found: dict[str, tuple[pa.Field, pa.ChunkedArray]] = {}
     for name, cells in zip(table.column_names, table.columns, strict=True):
         for keys, part in _within((name,), cells):
             field = pa.field(".".join(keys), part.type)
             if len(keys) == 1:
                 found[field.name] = field, part
-            else:  # a column that is called so itself counts
+            else:  # a top-level column with this name has precedence
                 field = field.with_metadata({_KEYS: json.dumps(keys).encode()})
                 found.setdefault(field.name, (field, part))
     return pa.table(
@@ -137,7 +137,7 @@ def _columns(table: pa.Table) -> pa.Table:
 def _within(
     keys: tuple[str, ...], cells: pa.ChunkedArray
 ) -> Iterator[tuple[tuple[str, ...], pa.ChunkedArray]]:
-    """A column; or of objects the columns of their keys, null where there is no object."""
+    """Yields a column, or the columns inside a struct; null where there is no object."""
     if not pt.is_struct(cells.type):
         yield keys, cells
         return
@@ -146,7 +146,7 @@ def _within(
 
 
 def _objects_of(columns: Iterable[pa.Field]) -> list[pa.Field]:
-    """The fields of a line that has these columns, as `_columns` has made them."""
+    """The fields of a line's object, nested, for columns that `_columns` has flattened."""
     tree: dict[str, Any] = {}
     for column in columns:
         *outer, last = [column.name]
@@ -172,7 +172,7 @@ def _objects(lines: Lines) -> Iterator[tuple[int, bytes]]:
 
 
 def _check_levels(lines: Lines) -> None:
-    """Raises DataError if lists and objects lie within each other too deep for the parser."""
+    """Raises DataError if lists and objects are nested too deeply for the parser."""
     for at, line in _objects(lines):
         few = line.count(b"[") + line.count(b"{") <= _LEVELS
         if (
@@ -209,7 +209,7 @@ def _parsed(lines: Lines, schema: pa.Schema | None) -> pa.Table:
 def _wrong(
     lines: Lines, schema: pa.Schema | None, cause: Exception | None
 ) -> DataError:
-    """The error for the first line that cannot be parsed."""
+    """The error for the first line that cannot be parsed, or has another type than before."""
     types: dict[str, pa.DataType] = (
         {} if schema is None else {field.name: field.type for field in schema}
     )

@@ -1,8 +1,8 @@
-"""Parsers of the two forms that have a whole row on each line: text and adjacency.
+"""Parses the two formats with a whole row on each line: text and adjacency.
 
-They parse a block of lines at a time. They search all bytes of a block for separators at
-once, and build Arrow arrays from the bytes between. So no Python object is made for an
-entry. This is correct because UTF-8 never uses ASCII bytes inside a longer character.
+A block of lines is parsed at a time. All its bytes are searched for separators at once, and
+Arrow arrays are built from the bytes between them. So no Python object is made for an entry.
+This is correct because UTF-8 never uses ASCII bytes inside a longer character.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEWLINE, _TAB, _COLON, _COMMA = b"\n\t:,"
 
 
 def _separates(separators: bytes) -> np.ndarray:
-    """`[256]` bool: whether each byte is a separator."""
+    """A table `[256]` of bool: whether each byte is one of the separators."""
     found = np.zeros(256, bool)
     found[list(separators)] = True
     return found
@@ -79,7 +79,9 @@ def text_cells(
         cells, problem = _text_cells(lines, indicator=indicator)
         if problem is not None:
             line, message = problem
-            before = lines.data.split(b"\n", line)[:line]  # its faults come first
+            before = lines.data.split(b"\n", line)[
+                :line
+            ]  # earlier lines may have other faults
             whole = dataclasses.replace(lines, data=b"".join(b + b"\n" for b in before))
             if line:
                 yield _text_cells(whole, indicator=indicator)[0]
@@ -90,7 +92,7 @@ def text_cells(
 def _text_cells(
     lines: Lines, *, indicator: bool
 ) -> tuple[Cells, tuple[int, str] | None]:
-    """The cells, and the first line that does not fit the grammar, with its fault."""
+    """The cells, and `(line, message)` for the first line that does not fit the grammar."""
     lines = _without_escapes(lines)
     data = np.frombuffer(lines.data, np.uint8)
     marks = np.flatnonzero(_TEXT[data])
@@ -166,7 +168,7 @@ def _text_cells(
 
 
 def _without_escapes(lines: Lines) -> Lines:
-    """The lines with one byte for each escape. It is not a separator; see `strings`."""
+    """Replaces each escape by its stand-in byte, which is no separator; see `strings`."""
     data = lines.data
     if b"\\" not in data:
         return lines
@@ -187,7 +189,7 @@ def _no_row(text: bytes) -> str:
 def strings(
     data: np.ndarray, starts: np.ndarray, ends: np.ndarray
 ) -> pa.LargeStringArray:
-    """The strings `data[starts[i]:ends[i]]`. They ascend and do not touch each other."""
+    """The strings `data[starts[i]:ends[i]]`, whose ranges must ascend and not touch."""
     offsets = np.concatenate([[0], np.cumsum(ends - starts)])
     steps = np.zeros(len(data) + 1, np.int8)
     steps[starts] += 1

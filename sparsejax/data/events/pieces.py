@@ -1,4 +1,4 @@
-"""The pieces that a source consists of: files, or tables in memory."""
+"""Splits a source of events into pieces: files, or tables in memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sparsejax.data.files import parquet
 from sparsejax.data.files.hive import NO_CONSTANTS, Constants
 from sparsejax.data.files.opening import DataError, Path, half_pair, is_address
 
-_ROWS = 2**16  # dicts that become a table at a time
-TABLE = "the table"  # what messages name
+_ROWS = 2**16  # dicts that become a batch of Arrow at a time
+TABLE = "the table"  # stands for the path in messages about data in memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A file, or a table in memory.
+    """One file, or one table in memory.
 
     Attributes:
       path: name of the file or the table in messages.
-      table: a reader of the table, or None.
-      file: the place of a Parquet file; None of other files.
-      constants: the columns that it has from the names of its folders.
+      table: a reader of the table; None for a file.
+      file: the opened location of a Parquet file; None for other pieces.
+      constants: columns whose values are in the names of the file's folders.
     """
 
     path: Path
@@ -39,11 +39,11 @@ class Piece:
     def with_constants(
         self, parts: Iterable[Cells], names: Mapping[str, str]
     ) -> Iterator[Cells]:
-        """The cells of the piece, and of its constant columns.
+        """Adds the constant columns to the cells of this piece.
 
         Args:
           parts: cells of the piece, without the constant columns.
-          names: the name of the column for each key of the cells.
+          names: name of the column for each key of the cells.
         """
         wanted = {k: name for k, name in names.items() if name in self.constants.texts}
         for cells in parts:
@@ -59,10 +59,10 @@ def is_path(source: Any) -> bool:
 
 
 def find_pieces(source: Any) -> list[Piece]:
-    """The pieces of a path, of a list of paths, or of a table in memory.
+    """Finds the files of a path or a list of paths, or makes a reader of a table in memory.
 
     Raises:
-      DataError: there is no such file, or a table cannot be read.
+      DataError: a file does not exist, or a table cannot be read.
       TypeError: the source is something else.
     """
     if is_path(source):
@@ -84,7 +84,7 @@ def find_pieces(source: Any) -> list[Piece]:
 
 @contextlib.contextmanager
 def _naming() -> Generator[None]:
-    """Turns errors of Arrow within the block into a `DataError` of the table."""
+    """Turns errors of Arrow in the block into a `DataError` that names the table."""
     try:
         yield
     except UnicodeEncodeError as error:
@@ -94,7 +94,7 @@ def _naming() -> Generator[None]:
 
 
 def _of_path(path: Path) -> list[Piece]:
-    """A file, or those in a folder and its subfolders in the order of their names."""
+    """The piece of a file, or those of all files in a folder and its subfolders, by name."""
     if not is_address(path) and not os.path.isdir(path):
         return [Piece(path)]
     files = parquet.files_below(path)
@@ -113,7 +113,7 @@ def _of_path(path: Path) -> list[Piece]:
 
 
 def _of_records(records: Iterator[Any]) -> pa.RecordBatchReader:
-    """A reader of dicts, or of Arrow's batches and tables."""
+    """A reader for dicts, or for batches and tables of Arrow."""
     first = next(records, None)
     if first is None:
         raise DataError.at(TABLE, "holds no data: there is no record")
@@ -150,7 +150,7 @@ def _column(name: Any, cells: list[Any]) -> pa.Array:
         try:
             return pa.array(cells)
         except (pa.ArrowInvalid, pa.ArrowTypeError):
-            # NaN among texts is missing: pandas writes dicts so.
+            # pandas writes a missing text as NaN: here it becomes null.
             return pa.array(cells, from_pandas=True)
     except UnicodeEncodeError as error:
         raise DataError.at(TABLE, f"column {name!r} {half_pair(error)}") from error

@@ -1,4 +1,4 @@
-"""Guesses the format of a file."""
+"""Guesses the format of a file from its name or its first lines."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ _BY_SUFFIX: dict[str, Format] = {
 
 
 def guess_format(path: Path) -> Format:
-    """The format of a file, by its name or by its first lines.
+    """Guesses the format of a file by its name or its first lines.
 
     >>> guess_format("purchases.tsv")
     'text'
 
-    An address and a name that ends in `.parquet` are parquet, and so are a file that begins
-    as one and a folder with such a file. The first file of another folder decides. A name
-    that ends in `.csv` is pairs and one in `.jsonl` or `.ndjson` is jsonl, also with the
-    ending of a compressed file behind it. For other names the first 64 KiB decide:
+    An address is parquet, and so is a name that ends in `.parquet`, a file that begins with
+    the bytes of Parquet, and a folder with such a file. In another folder the first file
+    decides. A name that ends in `.csv` is pairs, and one in `.jsonl` or `.ndjson` is jsonl,
+    also if a suffix of compression follows. For other names the first 64 KiB decide:
 
     * jsonl: the first line is a JSON object.
-    * text: no line has two TABs, and in one line a ':' stands behind the TAB. Each row
-      stands on one line, and lines differ in the first of their entries, or an entry stands
-      in several places; or all entries have values. Lines of two digits like `12:30` are
-      not clear. It is pairs if the first line is a header, or if items
-      are like `http://shop/1`, or if all have as many ':' and begin alike, like
+    * text: no line has two TABs, and at least one line has a ':' after the TAB. Each row has
+      one line. In addition, lines differ in their first entries, or an entry stands in
+      several places, or all entries have values. Entries of two digits like `12:30` are not
+      clear. The format is pairs instead if the first line is a header, or if items look
+      like `http://shop/1`, or if all have equally many ':' and an equal begin, like
       `shop:tea:1`.
     * pairs: each line has the same number of fields, at least two, separated by TAB, '::',
-      ',', ';' or '|'. If they are two fields with a TAB between, the second must not have
+      ',', ';' or '|'. If there are two fields with a TAB between, the second must not have
       a ',' or a space, or the first line must be a header.
     * adjacency: lines have different numbers of fields, separated by spaces, without TAB
       or ','.
 
-    If a file could be two of these, the format is not clear.
+    If several of these are possible, the format is not clear.
 
     Raises:
-      DataError: the format is not clear, so it must be named.
+      DataError: the format is not clear, so the caller must name it.
     """
     name = re.sub(rf"{COMPRESSED}$", "", os.fspath(path).lower())
     if is_parquet(path):
@@ -69,7 +69,7 @@ def guess_format(path: Path) -> Format:
     except DataError:
         if known is None:
             raise
-        return known  # whose reader says what is wrong
+        return known  # the reader of this format describes the problem
     lines = [line for line in text.split("\n") if line.strip()]
     if problem := others.of_lines(lines):
         raise DataError.at(path, problem)
@@ -88,14 +88,14 @@ def guess_format(path: Path) -> Format:
     )
 
 
-# How the names of compressed files end.
+# A pattern of the suffixes of compressed files.
 COMPRESSED = r"\.(gz|xz|bz2|zst|zip)"
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether this is Parquet: by its name, its first bytes, or as an address.
+    """Whether a path is Parquet: by its name, by its first bytes, or because it is an address.
 
-    A folder is, unless it has only files of other formats.
+    A folder is Parquet unless it has only files of other formats.
     """
     if is_address(path):
         return True
@@ -120,7 +120,7 @@ def _guess(lines: list[str]) -> Format | None:
         if any(":" in rest for rest in behind):
             if all(_is_header([cell]) for cell in cells):
                 return "pairs"
-            # This could be a row "user" that has only a "book".
+            # The first line may be a header, or a row "user" with an item "book".
             return None if _is_header(cells) else _with_colons(lines)
         if _is_header(cells):
             return "pairs"
@@ -137,9 +137,9 @@ def _guess(lines: list[str]) -> Format | None:
 
 
 def _with_colons(lines: list[str]) -> Format | None:
-    """The format of lines with one TAB and, in some, a ':' behind it: rows, or pairs.
+    """Distinguishes text from pairs for lines with one TAB, some with a ':' after it.
 
-    In pairs an item may have a ':', like `spotify:track:1`, `http://shop/1` or `12:30`.
+    In pairs an item may contain a ':', like `spotify:track:1`, `http://shop/1` or `12:30`.
     """
     rows = [line.partition("\t")[0] for line in lines]
     behind = [line.partition("\t")[2] for line in lines]
@@ -147,16 +147,16 @@ def _with_colons(lines: list[str]) -> Format | None:
     flat = [entry for each in entries for entry in each if entry]
     if all("," in entry and is_number(entry.rpartition(",")[2]) for entry in flat):
         return "text"
-    repeated = len(set(rows)) < len(rows)  # in text a row stands on one line
+    repeated = len(set(rows)) < len(rows)  # in the text format a row has one line
     slashes = max(sum(e.startswith("//") for e in each) for each in entries)
-    # The hours and minutes of times stand anywhere, too.
+    # Hours and minutes of times also occur in any place.
     are_clocks = all(re.fullmatch("[0-9]{2}", entry) for entry in flat)
     if not (repeated or slashes or are_clocks) and _stand_anywhere(entries):
         return "text"
     first = {each[0] for each in entries if len(each) > 1}
     sizes = {len(each) for each in entries}
     several = sum(len(each) > 1 for each in entries)
-    # A text that begins all lines is a scheme, not an item, if the lines go on differently.
+    # A begin common to all lines is a scheme, not an item, if the remainders differ.
     has_scheme = several > 1 and len(sizes) == len(first) == 1 < len(set(behind))
     if slashes == 1 or has_scheme:
         return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None
@@ -166,7 +166,7 @@ def _with_colons(lines: list[str]) -> Format | None:
 
 
 def _stand_anywhere(entries: list[list[str]]) -> bool:
-    """Whether an entry stands in two places of lines, as items do and parts of names do not."""
+    """Whether an entry occurs at two positions of lines, as items do and parts of names do not."""
     places = collections.defaultdict(set)
     for each in entries:
         for place, entry in enumerate(each):

@@ -1,4 +1,4 @@
-"""Events as one stream of checked blocks, for an engine to group."""
+"""Reads events as one stream of checked blocks, which an engine groups."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from sparsejax.options.reading import Prepare
 
 
 class Events:
-    """Events, to be read once, by one reader or by several in turn.
+    """A stream of events that can be read once, by one reader or by several in turn.
 
     Attributes:
       path: name of the source in messages.
-      columns: the columns of the table, if it is one.
+      columns: columns of the table; None if the source is no table.
       valued: whether events have values.
-      times: the times of the first events, or None.
-      has_no_times: whether there are events, but the first have no times.
+      times: times of the first block of events, or None.
+      has_no_times: whether there are events, but the first block has no times.
       wrong: faults of the events that were read so far.
-      vocabulary: items are spelled like these names, if they are given.
-      take: function that is called with the columns beside the roles, if some are read.
-      beside: the columns beside the roles, by their keys in the batches of `reader`.
+      vocabulary: names whose spelling items get, or None.
+      take: function that is called with the cells of further columns of each block, or None.
+      beside: names of the further columns, by their keys in the batches of `reader`.
     """
 
     vocabulary: Names | None = None
@@ -67,13 +67,13 @@ class Events:
         self._place = 0
 
     def reader(self, most: int | None = None) -> pa.RecordBatchReader:
-        """The next batches, with the columns `name` (of the user), `item`, `value`, `time`.
+        """A reader of the next batches, with the columns `name` (user), `item`, `value`, `time`.
 
-        The last two may be missing. Dates are in microseconds. Where `take` is given, there are
-        also `place`, the number of the event, and the columns of `beside`.
+        The last two may be missing. Dates are in microseconds. If `take` is set, batches also
+        have `place`, the number of the event, and the columns of `beside`.
 
         Args:
-          most: how many events to read, up to a whole batch; by default all that are left.
+          most: number of events to read, rounded up to a whole batch; by default all.
         """
         fields = {"name": pa.large_string(), "item": pa.large_string()}
         if self.valued:
@@ -88,7 +88,7 @@ class Events:
         return pa.RecordBatchReader.from_batches(schema, self._read(schema, most))
 
     def are_left(self) -> bool:
-        """Whether there are events that no reader has given yet."""
+        """Whether the stream has events that no reader has read yet."""
         first = next((block for block in self._blocks if len(block.rows)), None)
         if first is not None:
             self._blocks = itertools.chain([first], self._blocks)
@@ -114,11 +114,11 @@ class Events:
                 columns += self._beside(block)
                 yield pa.record_batch(columns, schema=schema)
         except BaseException as error:
-            self._error = error  # the engine would only pass on its text
+            self._error = error  # an engine keeps only the text of the error
             raise
 
     def _beside(self, block: Block) -> list[pa.Array]:
-        """The places of some events, and their columns beside the roles."""
+        """The numbers of a block's events, and their further columns."""
         if self.take is None:
             return []
         places = np.arange(self._place, self._place + len(block.rows))
@@ -152,22 +152,22 @@ class Events:
 
 
 def _plain(type_: pa.DataType) -> pa.DataType:
-    """The type as which an engine gets a column."""
+    """The type of a column in the batches that an engine gets."""
     if pa.types.is_dictionary(type_):
         return type_.value_type
     return pa.large_string() if pa.types.is_null(type_) else type_
 
 
 def events_of(options: Prepare, chosen: Chosen, *, with_time: bool) -> Events:
-    """The events that `prepare` is asked to read, see `open_source`.
+    """Opens the source that the options of `prepare` name; see `open_source`.
 
     With `skip_bad_lines` wrong events, and lines that cannot be read, are left out. Otherwise
-    the first one ends the stream, and all that follow are only counted.
+    the first wrong event ends the stream, and wrong events after it are only counted.
 
     Args:
-      options: the options of `prepare`.
-      chosen: the columns.
-      with_time: times are needed.
+      options: options of `prepare`.
+      chosen: roles of the columns.
+      with_time: whether times are needed.
 
     Raises:
       DataError: the events cannot be read.

@@ -1,4 +1,4 @@
-"""Files and their contents: bytes, columns, names, tables, saved parts.
+"""Reads and writes formats on disk: bytes, columns, names, tables, saved data sets.
 
-The lowest room of `data`: it knows no data set.
+This subpackage is the lowest one of `data`: it imports no data sets.
 """

@@ -1,7 +1,7 @@
-"""Arrow's arrays from NumPy's, and back, without pandas.
+"""Converts Arrow arrays from and to NumPy without importing pandas.
 
 `pyarrow.array`, `pyarrow.scalar` and `to_numpy` import pandas where it is installed. That
-takes .2 to .5 s, which most commands can do without.
+takes 0.2 to 0.5 s, which most commands need not spend.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 
 def numbers(array: pa.Array) -> np.ndarray:
-    """The values of an array as `to_numpy` gives them."""
+    """Converts an array of numbers or booleans to NumPy, with the result of `to_numpy`."""
     plain = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
     if array.null_count or not (plain or pa.types.is_boolean(array.type)):
         return array.to_numpy(zero_copy_only=False)
@@ -28,12 +28,15 @@ def numbers(array: pa.Array) -> np.ndarray:
 
 
 def filled(array: pa.Array, value: object) -> pa.Array:
-    """`fill_null`, which makes a scalar, where there are nulls."""
+    """`array.fill_null(value)`; an array without nulls is returned as it is.
+
+    `fill_null` makes a scalar, which imports pandas.
+    """
     return array.fill_null(value) if array.null_count else array
 
 
 def from_numbers(values: np.ndarray) -> pa.Array:
-    """`[n]` integers, floats or times as an Arrow array."""
+    """Converts `[n]` integers, floats or times to an Arrow array."""
     values = np.ascontiguousarray(values)
     buffers = [None, pa.py_buffer(values.view(np.uint8))]
     return pa.Array.from_buffers(
@@ -42,12 +45,12 @@ def from_numbers(values: np.ndarray) -> pa.Array:
 
 
 def one(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array."""
+    """Concatenates the chunks of a column to one array."""
     return pa.concat_arrays(column.chunks or [pa.nulls(0, column.type)])
 
 
 def is_text(array: pa.Array | pa.ChunkedArray) -> bool:
-    """Whether this is an array of texts without nulls."""
+    """Whether an array has strings, perhaps as a dictionary, and no nulls."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
@@ -56,7 +59,7 @@ def is_text(array: pa.Array | pa.ChunkedArray) -> bool:
 
 
 def texts(array: pa.Array | pa.ChunkedArray) -> list[str]:
-    """The texts of an array of texts without nulls."""
+    """Converts an array of strings without nulls to Python strings."""
     if isinstance(array, pa.ChunkedArray):
         return [text for chunk in array.chunks for text in texts(chunk)]
     if not len(array):

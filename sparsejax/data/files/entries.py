@@ -1,6 +1,6 @@
-"""Ragged rows: several columns of entries, one row after the other.
+"""Rows of different lengths, stored as flat columns of entries with offsets of the rows.
 
-Unknown columns are left out. So nothing asks of each column whether it is None.
+Columns that are unknown are absent, not None. So no code must check each column for None.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import scipy.sparse
 from sparsejax.data.files import arrow
 from sparsejax.sparse import CSR, as_int32
 
-# Arrays of one length, by name: of NumPy, and names of rows also of Arrow.
+# Arrays of equal length, by name: of NumPy; names of rows may also be an Arrow array.
 Leaves = Mapping[str, Any]
 
 
 def known(**leaves: Any) -> dict[str, Any]:
-    """The leaves that are not None."""
+    """The named arrays that are not None, as a dict."""
     return {name: leaf for name, leaf in leaves.items() if leaf is not None}
 
 
 def taken(leaves: Leaves, at: np.ndarray | slice) -> dict[str, Any]:
-    """Some places of all leaves: a slice, a mask, or their numbers."""
+    """Indexes all leaves by a slice, a mask, or an array of positions."""
     return {name: _taken(leaf, at) for name, leaf in leaves.items()}
 
 
@@ -39,7 +39,7 @@ def _taken(leaf: Any, at: np.ndarray | slice) -> Any:
 
 
 def joined(parts: Sequence[Leaves]) -> dict[str, Any]:
-    """The leaves of all parts, one part after the other.
+    """Concatenates each leaf over all parts.
 
     A part without entries may lack a leaf.
     """
@@ -57,17 +57,17 @@ def _joined(leaves: Sequence[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entries:
-    """The entries of some rows, row by row.
+    """Rows of different lengths: flat columns of entries, and where each row begins.
 
     >>> entries = Entries.of([0, 1, 3], indices=np.array([5, 2, 7]), times=None)
     >>> entries.rows(np.array([1, -1])).columns
     {'indices': array([2, 7])}
 
     Attributes:
-      indptr: `[rows + 1]`: row r has the entries `indptr[r] .. indptr[r + 1] - 1`.
-      columns: `[entries]` each. `indices` are always there; `values`, `times` and others
-        if they are known.
-      of_rows: `[rows]` each, like `left_out` and `names`, if they are known.
+      indptr: `[rows + 1]` offsets: row r has the entries `indptr[r] .. indptr[r + 1] - 1`.
+      columns: arrays `[entries]` by name. `indices` is always present; `values`, `times` and
+        others only if they are known.
+      of_rows: arrays `[rows]` by name, such as `left_out` and `names`, if they are known.
     """
 
     indptr: np.ndarray
@@ -76,14 +76,14 @@ class Entries:
 
     @classmethod
     def of(cls, indptr: Any, of_rows: Leaves | None = None, **columns: Any) -> Self:
-        """Entries of the columns that are not None."""
+        """Makes entries from offsets and columns; columns that are None are left out."""
         return cls(np.asarray(indptr), known(**columns), known(**(of_rows or {})))
 
     @classmethod
     def of_lengths(
         cls, lengths: np.ndarray, columns: Leaves, of_rows: Leaves | None = None
     ) -> Self:
-        """Entries of rows of these lengths."""
+        """Makes entries from the number of entries of each row, and columns."""
         return cls(np.append(0, np.cumsum(lengths)), columns, of_rows or {})
 
     @property
@@ -96,21 +96,21 @@ class Entries:
 
     @property
     def lengths(self) -> np.ndarray:
-        """`[rows]` number of entries."""
+        """`[rows]` number of entries in each row."""
         return np.diff(self.indptr)
 
     @property
     def row_of(self) -> np.ndarray:
-        """`[entries]` the row of each."""
+        """`[entries]` row number of each entry."""
         return np.repeat(np.arange(self.num_rows), self.lengths)
 
     def replaced(self, **columns: Any) -> Self:
-        """The same entries with other columns; those that are None are left out."""
+        """Replaces or adds columns; a column that is None is removed."""
         both = {**self.columns, **columns}
         return dataclasses.replace(self, columns=known(**both))
 
     def rows(self, rows: np.ndarray) -> Self:
-        """The rows of these numbers, in this order. Row -1 is empty, and all it has is 0."""
+        """Selects rows by number, in this order. Row -1 is empty, with 0 in each `of_rows`."""
         lengths = np.append(self.lengths, 0)[rows]
         indptr = offsets(lengths)
         before = np.repeat(self.indptr[rows] - indptr[:-1], lengths)
@@ -126,7 +126,7 @@ class Entries:
         )
 
     def slice(self, start: int, stop: int) -> Self:
-        """Rows `start .. stop - 1`; no entry is copied."""
+        """Selects the rows `start .. stop - 1` without copying entries."""
         begin, end = self.indptr[start], self.indptr[stop]
         return dataclasses.replace(
             self,
@@ -136,17 +136,17 @@ class Entries:
         )
 
     def keep(self, kept: np.ndarray) -> Self:
-        """All rows with those entries of which `kept: [entries]` is true."""
+        """Keeps all rows, but only the entries for which `kept: [entries]` is true."""
         indptr = offsets(kept)[self.indptr]
         columns = taken(self.columns, kept)
         return dataclasses.replace(self, indptr=indptr, columns=columns)
 
     def sorted(self, *keys: str) -> Self:
-        """The entries of each row by some columns, the first of which counts most.
+        """Sorts the entries of each row by some columns, the first of which is the primary key.
 
-        Equal ones keep their order.
+        The sort is stable.
         """
-        if keys == ("indices",):  # which takes less time and memory in this way
+        if keys == ("indices",):  # SciPy's sort takes less time and memory
             places = np.arange(len(self.indices)), self.indices, self.indptr
             shape = (self.num_rows, int(self.indices.max(initial=0)) + 1)
             matrix = scipy.sparse.csr_array(places, shape=shape, copy=True)
@@ -159,7 +159,7 @@ class Entries:
         return dataclasses.replace(self, columns=taken(self.columns, order))
 
     def without_empty_rows(self) -> Self:
-        """The rows that have entries."""
+        """Removes the rows without entries."""
         is_there = self.lengths > 0
         if is_there.all():
             return self
@@ -169,7 +169,7 @@ class Entries:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """The rows of all parts, one part after the other. There is one part or more."""
+        """Concatenates the rows of all parts, of which there must be at least one."""
         lengths = np.concatenate([part.lengths for part in parts])
         return cls.of_lengths(
             lengths,
@@ -178,16 +178,16 @@ class Entries:
         )
 
     def csr(self, num_cols: int) -> CSR:
-        """Indices and values as a matrix, in whose rows columns ascend."""
+        """The matrix of indices and values; indices must ascend in each row."""
         indptr = as_int32("indptr", self.indptr)
         return CSR(self.columns.get("values"), self.indices, indptr, num_cols=num_cols)
 
 
 def offsets(lengths: np.ndarray) -> np.ndarray:
-    """`[n + 1]` int32: 0 and the running sums.
+    """The offsets of rows, `[n + 1]` int32: 0 and the running sums of their lengths.
 
     Raises:
-      ValueError: there are too many entries.
+      ValueError: the sum does not fit in int32.
     """
     total = np.cumsum(lengths, dtype=np.int64)
     return as_int32("indptr", np.concatenate([np.zeros(1, np.int64), total]))

@@ -1,4 +1,4 @@
-"""Columns that files have from the names of their folders, as Hive writes them."""
+"""Columns whose values are in the names of folders, as Hive writes them: `dt=2024-01-01`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sparsejax.data.files import arrow
 
 _FOLDER = re.compile(r"([^=]+)=(.*)")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-# The mark of a column in the schema of a file.
+# Metadata that marks a column in a schema as one from the names of folders.
 _OF_FOLDER = {b"sparsejax": b"folder"}
 _TYPE = pa.dictionary(pa.int32(), pa.string())
 
 
 def of_folder(field: pa.Field) -> pa.Field:
-    """The same column, marked as one that the names of folders give."""
+    """Marks a column as one whose values are in the names of folders."""
     return field.with_metadata(_OF_FOLDER)
 
 
@@ -31,38 +31,38 @@ def is_of_folder(field: pa.Field) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """Columns that all rows of a file have alike.
+    """Columns of a file that have one value for all its rows, from the names of folders.
 
     Attributes:
-      texts: the cell of each column; None is null.
+      texts: value of each column, by its name; None is a null.
     """
 
     texts: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, path: str) -> Constants:
-        """The columns in the names of folders: `dt=2024-01-01/part-0` gives `dt`."""
+        """Parses the names of folders in a path: `dt=2024-01-01/part-0` gives `dt`."""
         folders = path.split("/")[:-1]
         found = [m.groups() for each in folders if (m := _FOLDER.fullmatch(each))]
         plain = urllib.parse.unquote
         return cls({plain(k): None if v == _NULL else plain(v) for k, v in found})
 
     def beside(self, names: Collection[str]) -> Constants:
-        """The columns without those that the file has itself."""
+        """These columns except those that the file itself has, which are `names`."""
         return Constants({n: t for n, t in self.texts.items() if n not in names})
 
     def own(self, names: Iterable[str]) -> list[str]:
-        """The columns of these that the file has itself."""
+        """The columns among `names` that are in the file, not in the names of folders."""
         return [name for name in names if name not in self.texts]
 
     def schema(self, own: pa.Schema) -> pa.Schema:
-        """The columns of the file, and these."""
+        """The schema `own` of the file with these columns appended."""
         for name in self.texts:
             own = own.append(of_folder(pa.field(name, _TYPE)))
         return own
 
     def column(self, name: str, rows: int) -> pa.Array:
-        """The cells of so many rows."""
+        """A column as an array with `rows` equal cells."""
         codes = arrow.from_numbers(np.zeros(rows, np.int32))
         text = pa.array([self.texts[name]], pa.string())
         return pa.DictionaryArray.from_arrays(codes, text)
@@ -70,7 +70,7 @@ class Constants:
     def added[Rows: (pa.Table, pa.RecordBatch)](
         self, rows: Rows, names: Collection[str]
     ) -> Rows:
-        """Some rows of the file with the columns `names` of these."""
+        """Appends those of these columns that are among `names` to rows of the file."""
         for name in self.texts:
             if name in names:
                 rows = rows.append_column(name, self.column(name, rows.num_rows))

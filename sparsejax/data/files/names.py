@@ -1,4 +1,4 @@
-"""Names of rows and features: arrays of text, and finding names in them by hashing.
+"""Arrays of names of rows and features, and lookup of names by hashing.
 
 Names are NumPy arrays of `StringDType`. A name of up to 15 bytes takes 16 bytes there; a
 Python string in an object array takes about 60. Indexing gives a `str`.
@@ -21,9 +21,9 @@ Names = np.ndarray
 
 
 def as_names(names: Iterable[object] | pa.Array) -> Names:
-    """`[n]` array of text, in which names are spelled as the readers spell them.
+    """Converts names to an `[n]` array of text, spelled as by all readers.
 
-    Text stays as it is, and so do names that are such an array already. Integers, whole
+    Text stays as it is, and an array of `StringDType` is returned unchanged. Integers, whole
     floats, decimals and UUIDs become text.
 
     Raises:
@@ -46,7 +46,7 @@ def as_names(names: Iterable[object] | pa.Array) -> Names:
             return names
         if names.dtype.kind in "iu":
             return names.astype(_TEXT)
-    # A float32 of NumPy holds fewer integers than a float of Python.
+    # Elements stay NumPy scalars: a float32 holds fewer exact integers than a Python float.
     names = list(names)
     is_plain = set(map(type, names)) <= {str} and all(names)
     found = names if is_plain else _spelled(names)
@@ -91,7 +91,7 @@ def _spelled(names: Iterable[object]) -> list[str]:
 
 
 def given_names(names: Iterable[object] | pa.Array) -> Names:
-    """`as_names`, which also refuses an empty name in an array of text."""
+    """Calls `as_names`, and also refuses an empty name in an array of text."""
     found = as_names(names)
     if (empty := found == "").any():
         at = int(np.argmax(empty))
@@ -101,21 +101,21 @@ def given_names(names: Iterable[object] | pa.Array) -> Names:
 
 @runtime_checkable
 class RowNames(Protocol):
-    """A data set whose row names are used."""
+    """A data set that has names of rows."""
 
     @property
     def row_names(self) -> Names:
-        """`[rows]` text."""
+        """`[rows]` names of the rows."""
         ...
 
 
 @runtime_checkable
 class FeatureNames(Protocol):
-    """A data set whose feature names are used."""
+    """A data set that has names of features."""
 
     @property
     def feature_names(self) -> Names:
-        """`[features]` text."""
+        """`[features]` names of the features."""
         ...
 
 
@@ -138,7 +138,7 @@ def of_rows(rows: RowNames | Iterable[object]) -> Names:
 
 
 def to_arrow(names: Names) -> pa.LargeStringArray:
-    """The same names as an Arrow array. Its offsets have 64 bits: names may pass 2 GiB."""
+    """Converts names to an Arrow array with 64-bit offsets, because they may pass 2 GiB."""
     encoded, offsets = utf8(names)
     return pa.LargeStringArray.from_buffers(
         len(names), pa.py_buffer(offsets), pa.py_buffer(encoded)
@@ -146,7 +146,7 @@ def to_arrow(names: Names) -> pa.LargeStringArray:
 
 
 def utf8(names: Names) -> tuple[bytes, np.ndarray]:
-    """The bytes of all names, and where each begins and the last one ends."""
+    """The UTF-8 bytes of all names, concatenated, and their `[n + 1]` offsets."""
     texts = names.tolist()
     whole = "".join(texts)
     encoded = whole.encode()
@@ -164,8 +164,8 @@ def find_names(names: Names, among: Names) -> np.ndarray:
 
 
 def find_texts(texts: pa.Array, among: pa.Array) -> np.ndarray:
-    """Does `find_names` for names that are Arrow's arrays. A null is absent."""
-    # Equal to pc.index_in(...), which type checkers cannot see.
+    """`find_names` for Arrow arrays: the positions of texts, -1 for an absent text or null."""
+    # The function is pc.index_in(...), which type checkers cannot see.
     lookup = pc.SetLookupOptions(value_set=among)
     found = pc.call_function("index_in", [texts], lookup)
     absent = arrow.from_numbers(np.full(len(texts), -1, np.int32))
@@ -193,10 +193,10 @@ def quoted(names: Iterable[object] | pa.Array, *, count: int = 3) -> str:
 
 
 def spelled_like(names: Names, vocabulary: Names) -> Names:
-    """The names as a vocabulary spells them.
+    """Spells names like a vocabulary, so that they can be found in it.
 
-    A vocabulary of integers has integers where a file has `7.0`: pandas writes a column of
-    integers so if some are missing. Any other vocabulary has its names as they are.
+    If all names of the vocabulary are integers, `7.0` becomes `7`: pandas writes a column of
+    integers as floats if some are missing. With any other vocabulary, names are unchanged.
     """
     if not len(vocabulary) or not spelling.has_only_digits(to_arrow(vocabulary)):
         return names
@@ -208,13 +208,13 @@ def spelled_like(names: Names, vocabulary: Names) -> Names:
 class NameEncoder:
     """Numbers names by first appearance, a block at a time, in linear time.
 
-    Each block is encoded alone. Its numbers are provisional, and its distinct names wait.
-    When more names wait than are known, all of them are encoded together. So a name is
-    hashed a bounded number of times on average, and at most twice as many names as there
-    are distinct ones are held, or `waiting` if that is more.
+    Each block is encoded alone, with provisional numbers, and its distinct names are collected.
+    When more names are collected than known, all of them are encoded together. So a name is
+    hashed a bounded number of times on average. The memory holds at most twice the number
+    of distinct names, or `waiting` names if that is more.
 
     Args:
-      waiting: number of names that may wait, even if fewer are known.
+      waiting: number of names that may be collected, even if fewer are known.
     """
 
     def __init__(self, waiting: int = 2**20) -> None:
@@ -226,7 +226,7 @@ class NameEncoder:
         self._provisional: list[np.ndarray] = []
 
     def add(self, names: pa.Array) -> None:
-        """Takes the next block: strings, which may be dictionary-encoded."""
+        """Adds a block of names: strings, which may be dictionary-encoded."""
         if not isinstance(names, pa.DictionaryArray):
             names = names.dictionary_encode()
         codes = arrow.numbers(names.indices)
@@ -238,7 +238,7 @@ class NameEncoder:
             self._fold()
 
     def finish(self) -> tuple[Names, np.ndarray]:
-        """`(names [n], codes [total] int32)`: all blocks together are `names[codes]`."""
+        """`(names [n], codes [total] int32)`: `names[codes]` are all blocks, concatenated."""
         self._fold()
         codes = np.concatenate([np.empty(0, np.int32), *self._settled])
         return as_names(self._known), codes
@@ -254,7 +254,7 @@ class NameEncoder:
 
 
 def numbered(names: Names) -> tuple[Names, np.ndarray]:
-    """The distinct names by first appearance, and `[len(names)]` int32: the number of each."""
+    """The distinct names by first appearance, and `[len(names)]` int32 codes into them."""
     encoder = NameEncoder()
     encoder.add(to_arrow(names))
     return encoder.finish()

@@ -1,4 +1,4 @@
-"""Formats that are known but not read: errors name them, and their remedy."""
+"""Recognizes formats that are not read, for errors that name the format and a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AS_OBJECTS = 'write objects, like {"user": "ann", "item": "tea"}, or CSV'
 _AS_TABLE = "read it by {}, and give the table in place of the path"
 _AS_MATRIX = "read it by {}, and give the matrix to SparseDataset.from_scipy"
 
-# First bytes, the format, and the remedy.
+# For each binary format: a pattern of its first bytes, its name, and the remedy.
 _BINARY = (
     (rb"\x93NUMPY", "a NumPy array (.npy)", _AS_TABLE.format("numpy.load")),
     (rb"\x80[\x02-\x05]", "a pickle", "load it, and give the table in it"),
@@ -34,7 +34,7 @@ _BINARY = (
 
 
 def of_bytes(first: bytes) -> str | None:
-    """The problem with a file of these first bytes; None if it may be text."""
+    """The error text for a file with these first bytes; None if it may be text."""
     for magic, what, remedy in _BINARY:
         if re.match(magic, first, re.DOTALL):
             return f"seems to be {what}, which is not read; {remedy}"
@@ -42,7 +42,7 @@ def of_bytes(first: bytes) -> str | None:
 
 
 def of_names(names: Collection[str]) -> str | None:
-    """The problem with a zip of files of these names; None if it may be any."""
+    """The error text for a zip archive with these file names; None if it is not recognized."""
     if "[Content_Types].xml" in names:
         return f"seems to be an Excel workbook (.xlsx), which is not read; {_AS_CSV}"
     if names and all(name.endswith(".npy") for name in names):
@@ -54,9 +54,9 @@ def of_names(names: Collection[str]) -> str | None:
     return None
 
 
-# Lines of whole formats, of which each line, or the first one, has a form.
+# Patterns of text formats, for each line or for the first one.
 _LIBSVM = re.compile(r"[^\s:]+( qid:\d+)?( \d+(:\d+)?:[-+.\deE]+)+ *(#.*)?")
-# A tag alone may be an item, like <unk>: other cells follow it.
+# A tag alone may be the name of an item, like <unk>: then other cells follow it.
 _TAGS = "html|head|body|title|table|div|h1|pre|script"
 _MARKUP = rf"<([!?]|({_TAGS})[ />]|[a-zA-Z][\w:.-]*( [^<>]*)?/?>(<|$)|\w+( \w+=|$))"
 _TOML = r"\[\[?[\w.-]*[a-zA-Z_][\w.-]*\]\]?$"
@@ -71,7 +71,7 @@ _FIRST = (
     (r"\{$", "JSON over several lines", _AS_LINES),
 )
 _ARFF = re.compile(r"@(relation|attribute)\s", re.IGNORECASE)
-# Whole beginnings of statements: an item may be called "insert into the blank".
+# The patterns match whole beginnings of statements: an item may be called "insert into the blank".
 _SQL_NAME = r"\s+(if\s+(not\s+)?exists\s+)?(\"[^\"]+\"|`[^`]+`|[^\s(,;]+)\s*"
 _SQL = re.compile(
     rf"insert\s+into{_SQL_NAME}(\(|(values|select)\b|$)"
@@ -81,16 +81,16 @@ _SQL = re.compile(
     re.IGNORECASE,
 )
 _RULE = re.compile(r"[ |+:-]*-{2,}[ |+:-]*")
-# Only the second line may be this one: '-' is also a cell that lacks something.
+# This pattern counts in the second line only: '-' also stands for a missing cell.
 _SHORT_RULE = re.compile(r"\|?( *:?-+:? *\|)+( *:?-+:? *)?")
-_NEAR = 20  # lines among which the rule of a table is looked for
+_NEAR = 20  # first lines in which a statement, or the rule below a table's header, is searched
 
 
 def of_lines(lines: list[str]) -> str | None:
-    """The problem with a file of these lines; None if it may be data.
+    """The error text for a file of these lines; None if it may be data.
 
     Args:
-      lines: the first ones that are not blank.
+      lines: first lines of the file that are not blank.
     """
     found = _of_lines(lines)
     return found and f"seems to be {found[0]}, which is not read; {found[1]}"
@@ -118,7 +118,7 @@ def _of_lines(lines: list[str]) -> tuple[str, str] | None:
     if first.startswith("+-") and _RULE.fullmatch(first):
         return "a table as a database prints it", _AS_CSV
     for above, line in itertools.pairwise(lines[:_NEAR]):
-        # A table of one column has no '|', and begins with the first line.
+        # A table of one column has no '|'; its header is then the file's first line.
         rule = line.strip()
         if (_RULE.fullmatch(rule) and ("|" in above or above is lines[0])) or (
             _SHORT_RULE.fullmatch(rule) and above is lines[0]
@@ -129,7 +129,7 @@ def _of_lines(lines: list[str]) -> tuple[str, str] | None:
             return "a table of psql or markdown", remedy
     if all(map(_LIBSVM.fullmatch, lines)):
         return "libsvm", _AS_MATRIX.format("sklearn.datasets.load_svmlight_file")
-    # An index that is written as TSV has no name either, but a TAB behind it.
+    # The header of a TSV file with an index also lacks a first name, but has a TAB in its place.
     is_indented = first != lines[0].rstrip() and "\t" not in lines[0]
     if len(lines) > 1 and is_indented and _are_numbered(lines):
         return "a printed data frame", "write CSV by its to_csv, or give the frame"
@@ -137,7 +137,7 @@ def _of_lines(lines: list[str]) -> tuple[str, str] | None:
 
 
 def _are_numbered(lines: list[str]) -> bool:
-    """Whether lines begin with 0, 1, ... and have a cell more than the first one."""
+    """Whether lines begin with 0, 1, ... and have one cell more than the header."""
     cells = [line.split() for line in lines[:_NEAR]]
     numbers = [each[0] for each in cells[1:]]
     return numbers == list(map(str, range(len(numbers)))) and all(

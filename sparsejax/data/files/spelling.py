@@ -1,6 +1,6 @@
-"""How names are spelled: text as it is, whole numbers as decimal integers.
+"""Spells names: text stays as it is, whole numbers become decimal integers.
 
-All ways in use these rules, so that a name is the same text from each of them.
+All readers use these rules, so that a name has one text, from whatever source it comes.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import pyarrow.types as pt
 
 from sparsejax.data.files import arrow
 
-# Decimals of up to so many digits fit in int64.
+# A decimal with up to this number of digits fits in int64.
 _INT64_DIGITS = 18
-# DuckDB's integers of 128 bits, as it gives them without loss.
-_HUGE = {"hugeint": True, "uhugeint": False}  # whether it has a sign
+# DuckDB's integers of 128 bits, in its lossless export to Arrow.
+_HUGE = {"hugeint": True, "uhugeint": False}  # whether the type has a sign
 
 
 def exact_bits(type_: pa.DataType) -> int:
-    """A float of this type holds every integer below 2 to the power of this number."""
+    """The number of bits below which a float type holds every integer exactly."""
     return np.finfo(type_.to_pandas_dtype()).nmant + 1
 
 
 def problem_of_float(value: float, bits: int) -> str:
-    """Why a float cannot be a name."""
+    """The error text for a float that cannot be a name."""
     return (
         f"holds {value!r}, which cannot be a name: names are text or integers, and floats "
         f"of this type must be integers below 2^{bits}; choose another column, or convert it"
@@ -62,14 +62,15 @@ def _has_16_bytes(type_: pa.DataType) -> bool:
 
 
 def as_integers_or_text(names: pa.Array) -> tuple[pa.Array, np.ndarray, str]:
-    """Names as integers or as text, which may be in a dictionary.
+    """Converts names to integers or text; text may be dictionary-encoded.
 
     Whole floats become integers. Decimals have their digits, without zeros at the end of a
-    fraction. 16 bytes become a UUID. One type gives one type, whatever the names are.
+    fraction. 16 bytes become a UUID. The type of the result depends only on the type of
+    `names`.
 
     Returns:
-      `(names, wrong, problem)`. `wrong` is `[n]` bool: whether a name is neither, and
-      `problem` says why.
+      `(names, wrong, problem)`. `wrong` is `[n]` bool: whether a name cannot be converted.
+      `problem` is the error text for the first such name.
     """
     type_ = names.type
     right = np.zeros(len(names), bool)
@@ -113,7 +114,7 @@ def are_missing(names: pa.Array) -> np.ndarray:
 
 
 def without_views(names: pa.Array) -> pa.Array:
-    """The same names in a type that all functions of Arrow take."""
+    """Converts views, which some functions of Arrow do not take, to large_binary."""
     if pt.is_dictionary(names.type):
         plain = without_views(names.dictionary)
         if plain is names.dictionary:
@@ -147,17 +148,17 @@ def _huge(names: pa.Array, signed: bool) -> pa.Array:
 
 
 def _distinct(names: pa.Array, spell) -> pa.Array:
-    """The names as text, each distinct one spelled once."""
+    """Converts names to text by a function that is called once for each distinct name."""
     codes = names.dictionary_encode()
     texts = [spell(name) for name in codes.dictionary.to_pylist()]
     return pa.DictionaryArray.from_arrays(codes.indices, pa.array(texts, pa.string()))
 
 
 def name_of(value: object) -> str | None:
-    """A value of Python or NumPy as a name; None if it is missing.
+    """Converts a value of Python or NumPy to a name; None if the value is missing.
 
     Raises:
-      ValueError: it cannot be a name; the message says why.
+      ValueError: the value cannot be a name; the message says why.
     """
     match value:
         case str():
@@ -186,7 +187,7 @@ def name_of(value: object) -> str | None:
     )
 
 
-# A vocabulary's spelling
+# Spelling of a vocabulary's names
 
 
 def has_only_digits(vocabulary: pa.Array) -> bool:
@@ -202,21 +203,21 @@ def has_only_digits(vocabulary: pa.Array) -> bool:
 
 
 def without_point_zero(texts: pa.Array) -> pa.Array:
-    """The texts, in which integers that became floats, like `7.0`, are integers again."""
+    """Removes ".0" from integers that were written as floats, like `7.0`."""
     if not len(texts):
         return texts
     options = pc.ReplaceSubstringOptions(r"\A(-?[0-9]+)\.0\z", r"\1")
     return pc.call_function("replace_substring_regex", [texts], options)
 
 
-# Categories of clicks
+# Spelling of categories in clicks
 
 
 def as_categories(texts: pa.Array) -> pa.Array:
-    """Texts in the one spelling of categories, whatever wrote them.
+    """Converts texts to the spelling of categories, which is one for all writers.
 
-    Booleans are `true` and `false`, and whole numbers are integers: pandas writes `True`,
-    and `2.0` where some are missing. NaN is missing, so it is empty.
+    Booleans become `true` and `false`, and whole numbers integers: pandas writes `True`, and
+    `2.0` in a column with missing numbers. NaN is a missing value and becomes "".
     """
     for pattern, text in _CATEGORIES:
         options = pc.ReplaceSubstringOptions(pattern, text)

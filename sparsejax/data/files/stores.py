@@ -1,4 +1,4 @@
-"""Files and folders, on this machine or in an object store."""
+"""Reads and writes files and folders, on this machine or in an object store."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PIECE = 2**22  # bytes that are copied at a time
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a file or a folder.
+    """The location of a file or a folder.
 
     Attributes:
-      path: a local path or an address, as messages name it.
-      filesystem: the file system.
-      inner: the path in that file system.
+      path: local path or address, as messages name it.
+      filesystem: Arrow's file system that contains it.
+      inner: path in that file system.
     """
 
     path: Path
@@ -38,10 +38,10 @@ class Place:
 
     @classmethod
     def of(cls, path: Path) -> Place:
-        """The place of a local path, or of an address like `s3://bucket/folder`.
+        """The location for a local path, or for an address like `s3://bucket/folder`.
 
         Raises:
-          DataError: there is no such kind of store.
+          DataError: the address has an unknown kind of store.
         """
         if not is_address(path):
             return cls(path, pa.fs.LocalFileSystem(), os.fspath(path))
@@ -50,16 +50,16 @@ class Place:
         return cls(path, filesystem, inner)
 
     def below(self, name: str) -> Place:
-        """A file or folder within this folder."""
+        """The location of a file or folder in this folder."""
         folder = os.fspath(self.path)
-        if is_address(folder):  # its options are known to the file system
+        if is_address(folder):  # drop the options, which the file system has taken
             folder = folder.partition("?")[0]
         inner = f"{self.inner.rstrip('/')}/{name}"
         return dataclasses.replace(self, path=os.path.join(folder, name), inner=inner)
 
     @property
     def parent(self) -> tuple[Place, str]:
-        """The folder that this is in, and the name of this in it."""
+        """The folder that contains this file or folder, and the name in that folder."""
         path, _, query = os.fspath(self.path).partition("?" if self.is_remote else "\0")
         path = re.sub(r"(?<=[^/])/[^/]*$", "", path.rstrip("/")) if "/" in path else "."
         inner, _, name = self.inner.rstrip("/").rpartition("/")
@@ -71,7 +71,7 @@ class Place:
         return not isinstance(self.filesystem, pa.fs.LocalFileSystem)
 
     def size(self) -> int | None:
-        """The size of the file in bytes, or None if there is no such file.
+        """The size of the file in bytes, or None if the file does not exist.
 
         Raises:
           DataError: the store does not answer.
@@ -81,7 +81,7 @@ class Place:
         return info.size if info.type == pa.fs.FileType.File else None
 
     def version(self) -> str | None:
-        """Size and time of the last change, in one word; None if there is no such file.
+        """The size and time of the last change as one text; None if the file does not exist.
 
         Raises:
           DataError: the store does not answer.
@@ -93,7 +93,7 @@ class Place:
         return f"{info.size}-{info.mtime_ns}"
 
     def names(self) -> list[str]:
-        """The names of files and folders in the folder; none if there is no such folder.
+        """The names of files and folders in the folder; empty if it does not exist.
 
         Raises:
           DataError: the store does not answer.
@@ -103,14 +103,14 @@ class Place:
             return [info.base_name for info in self.filesystem.get_file_info(selector)]
 
     def read(self) -> bytes | None:
-        """The content of the file, or None if there is no such file.
+        """The content of the file, or None if the file does not exist.
 
         Raises:
-          DataError: it cannot be read.
+          DataError: the file cannot be read.
         """
         with naming(self.path):
             try:
-                # A stream would be read by many small requests.
+                # A stream would send many small requests to a store.
                 with self.filesystem.open_input_file(self.inner) as file:
                     return file.read()
             except (FileNotFoundError, NotADirectoryError):
@@ -118,13 +118,13 @@ class Place:
 
     @contextlib.contextmanager
     def writing(self) -> Generator[IO[bytes]]:
-        """Opens the file for writing. It appears when the block is done, or not at all.
+        """Opens the file for writing. It appears when the block has ended, or not at all.
 
-        A file for a store is written to a temporary file first: if the block failed, a
-        store would publish a partial file.
+        A file for a store is written to a temporary file first, because a store would
+        publish a partial file if the block failed.
 
         Raises:
-          OSError: it cannot be written.
+          OSError: the file cannot be written.
         """
         if not self.is_remote:
             path = pathlib.Path(self.inner)
@@ -134,7 +134,9 @@ class Place:
                 file.flush()
                 os.fsync(file.fileno())
             return
-        with tempfile.TemporaryFile() as file:  # nothing stays if the process is killed
+        with (
+            tempfile.TemporaryFile() as file
+        ):  # the system removes it if the process is killed
             yield file
             file.flush()
             # In one call: a signal between two calls would publish a partial file.
@@ -149,7 +151,7 @@ class Place:
         """Copies the file to a local path, whole or not at all.
 
         Raises:
-          DataError: it cannot be read.
+          DataError: the file cannot be read.
         """
         with (
             naming(self.path),
@@ -161,7 +163,7 @@ class Place:
 
 @contextlib.contextmanager
 def naming(path: Path, problem: str = "cannot be read") -> Generator[None]:
-    """Turns errors of reading into a `DataError` that names the path."""
+    """Turns errors in the block into a `DataError` that names the path."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -170,12 +172,12 @@ def naming(path: Path, problem: str = "cannot be read") -> Generator[None]:
 
 
 def path_of(file: IO[bytes]) -> str:
-    """The path of an open file, in this process; also of one that has no name."""
+    """A path that opens an open file again in this process, even if the file has no name."""
     return f"/proc/self/fd/{file.fileno()}"
 
 
 def crc32(path: str) -> int:
-    """The checksum of a local file."""
+    """The CRC-32 checksum of a local file."""
     checksum = 0
     with open(path, "rb") as file:
         while piece := file.read(_PIECE):

@@ -1,4 +1,4 @@
-"""Values and times: numbers written as text, and points in time of any type."""
+"""Parses values and times: numbers written as text, and points in time of any type."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pyarrow.types as pt
 from sparsejax.data.files import arrow
 from sparsejax.data.files.names import to_arrow
 
-# The numbers that Arrow's parser takes. Python's float() takes more, such as `1_000`.
+# Numbers as Arrow's parser accepts them. Python's float() accepts more, such as `1_000`.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _COMMA = r"[+-]?\d+,\d+"
 _SLASHED = re.compile(r"^(\d{4})/(\d{2})/(\d{2})", re.ASCII)
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.ASCII | re.IGNORECASE)
 
 
-# The functions below use `call_function`, since type checkers cannot see the functions
-# that pyarrow.compute makes when it is imported.
+# The functions below use `call_function`, because pyarrow.compute makes its functions at
+# import, where type checkers cannot see them.
 
 
 def trim(texts: pa.Array) -> pa.Array:
@@ -35,9 +35,9 @@ def lengths(texts: pa.Array) -> np.ndarray:
 
 
 def parse_values(texts: pa.Array) -> np.ndarray | None:
-    """`[n]` float64, or None if one is not a number that is finite as float32.
+    """Parses texts to `[n]` float64; None if one is not a number, or not finite as float32.
 
-    `value_problem` describes the fault of a value.
+    `value_problem` describes the fault of a single value.
     """
     try:
         values = arrow.numbers(trim(texts).cast(pa.float64()))
@@ -53,7 +53,7 @@ def is_number(text: str) -> bool:
 
 
 def value_problem(text: str) -> str | None:
-    """The fault of one value, or None if there is none."""
+    """The fault of one value as an error text, or None if the value is right."""
     stripped = text.strip()
     if _NOT_FINITE.fullmatch(stripped):
         return f"value {text!r} is not finite"
@@ -66,7 +66,7 @@ def value_problem(text: str) -> str | None:
     return None
 
 
-# The types of times, and the name of each kind.
+# Arrow types of times in the order in which they are tried, and the name of their kind.
 _TIMES = [
     (pa.int64(), "number"),
     (pa.float64(), "number"),
@@ -78,7 +78,7 @@ _TIMES = [
 
 
 def plain_text(column: pa.Array) -> pa.Array:
-    """The same column in a type that all functions of Arrow take: text as large_string.
+    """Converts a column to a type that all functions of Arrow take: text to large_string.
 
     Text that is not UTF-8 becomes large_binary. Dictionaries are decoded.
     """
@@ -95,7 +95,7 @@ def plain_text(column: pa.Array) -> pa.Array:
 
 
 def are_no_times(times: pa.Array) -> np.ndarray:
-    """`[n]` bool: whether a time is missing: null, or text of white space."""
+    """`[n]` bool: whether a time is missing: null, or text of white space only."""
     missing = times.is_null()
     if pt.is_large_string(times.type):
         lengths = pc.call_function("binary_length", [trim(times)])
@@ -105,13 +105,14 @@ def are_no_times(times: pa.Array) -> np.ndarray:
 
 
 def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
-    """`[n]` int64, float64 or datetime64[us], and the name of their kind.
+    """Parses times to `[n]` int64, float64 or datetime64[us], with the name of their kind.
 
-    Integers and floats stay what they are. Dates have a type of Arrow, or are text of ISO
-    8601, perhaps with "/" between year, month and day; they become UTC if they have a zone.
+    Integers and floats keep their type. Dates have an Arrow type of dates, or are text of ISO
+    8601, perhaps with "/" between year, month and day. They are converted to UTC if they have
+    a time zone.
 
-    Returns None if they are of several kinds, or one is not a time, not finite or does not
-    fit in the type.
+    The result is None if times have several kinds, or if one is not a time, not finite or
+    outside the range of the type.
     """
     times = plain_text(times)
     type_ = times.type
@@ -131,7 +132,7 @@ def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
         return None
     for to, kind in wanted:
         try:
-            # Parts of a timestamp below a microsecond are dropped.
+            # Nanoseconds are cut to microseconds, which is no error.
             found = times.cast(
                 to, safe=not (pt.is_timestamp(type_) and type_.unit == "ns")
             )
@@ -149,18 +150,18 @@ def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
 
 
 def _with_dashes(texts: pa.Array) -> pa.Array:
-    """Dates such as 2024/12/31 as ISO 8601 has them, with the year first."""
+    """Converts dates such as 2024/12/31, with the year first, to ISO 8601: 2024-12-31."""
     if not len(texts) or not _SLASHED.match(texts[0].as_py() or ""):
-        return texts  # most columns end here, at no cost
+        return texts  # most columns are not in this format, which the first text shows
     how = pc.ReplaceSubstringOptions(_SLASHED.pattern, r"\1-\2-\3")
     return pc.call_function("replace_substring_regex", [texts], how)
 
 
 def parse_formatted(times: pa.Array, format: str) -> tuple[np.ndarray, np.ndarray]:
-    """Times of text in a format of `strptime`.
+    """Parses times that are text in a format of `strptime`.
 
     Returns:
-      `(times, is_time)`: `[n]` datetime64[us], and bool: whether a text has the format.
+      `(times, is_time)`: `[n]` datetime64[us], and `[n]` bool: whether a text has the format.
     """
     options = pc.StrptimeOptions(format, "us", error_is_null=True)
     found = pc.call_function("strptime", [trim(plain_text(times))], options)
@@ -170,7 +171,7 @@ def parse_formatted(times: pa.Array, format: str) -> tuple[np.ndarray, np.ndarra
 
 
 def mixed_times(timed: bool) -> str:
-    """The message for an event that differs from those before it."""
+    """The error text for an event with a time after events without, or the reverse."""
     event, earlier = ("no time", "one") if timed else ("a time", "none")
     return (
         f"an event has {event} but earlier events have {earlier}; give all events a time "
@@ -179,10 +180,10 @@ def mixed_times(timed: bool) -> str:
 
 
 def time_problem(time: object, kind: str | None) -> str | None:
-    """The fault of a time where others are of `kind`, or None if there is none."""
+    """The fault of a time, after times of the kind `kind`, as an error text; None if right."""
     if isinstance(time, int) and not -(2**63) <= time < 2**63:
         return f"time {time} is too large: integers are below 2^63"
-    if isinstance(time, str):  # it may be empty, which is no name
+    if isinstance(time, str):  # an empty text is no name, so `as_names` is not used
         found = parse_times(to_arrow(np.array([time], np.dtypes.StringDType())))
     else:
         found = parse_times(pa.array([time]))
@@ -199,9 +200,9 @@ def time_problem(time: object, kind: str | None) -> str | None:
 
 
 def find_time_problem(times: pa.Array, kind: str | None) -> tuple[int, str]:
-    """The first time that is wrong, and why, if `parse_times` returns None.
+    """The position of the first wrong time and its error text, after `parse_times` gave None.
 
-    `kind` is the kind of the times before, or None.
+    `kind` is the kind of earlier times, or None.
     """
     outside = _outside_microseconds(times)
     if outside.any():
@@ -220,7 +221,7 @@ def find_time_problem(times: pa.Array, kind: str | None) -> tuple[int, str]:
 
 
 def _outside_microseconds(times: pa.Array) -> np.ndarray:
-    """`[n]` bool: whether a date is too far from 1970 for int64 microseconds."""
+    """`[n]` bool: whether a date is outside the range of int64 microseconds since 1970."""
     type_ = times.type
     if not (pt.is_timestamp(type_) or pt.is_date(type_)):
         return np.zeros(len(times), bool)

@@ -1,4 +1,4 @@
-"""XXH64, a published 64-bit hash (https://xxhash.com), of many texts at once."""
+"""Computes XXH64, a published 64-bit hash (https://xxhash.com), for many texts at once."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ _P2 = np.uint64(14029467366897019727)
 _P3 = np.uint64(1609587929392839161)
 _P4 = np.uint64(9650029242287828579)
 _P5 = np.uint64(2870177450012600261)
-_STRIPE = 32  # bytes that four lanes take at a time
-_TOGETHER = 2**16  # texts, so that temporary arrays stay small
+_STRIPE = 32  # bytes that the four lanes consume in a round
+_TOGETHER = (
+    2**16
+)  # texts that are hashed at a time, so that temporary arrays stay small
 
 
 def xxh64(texts: pa.LargeStringArray) -> np.ndarray:
-    """`[n]` uint64: XXH64 with seed 0 of the UTF-8 bytes of each text, none of them null.
+    """`[n]` uint64: the XXH64 hash, with seed 0, of the UTF-8 bytes of each text.
 
-    Hashes are equal on every machine, and equal to those of other implementations of
-    XXH64.
-    Texts of one length are hashed together.
+    No text may be null. Hashes are equal on every machine, and equal to those of other
+    implementations of XXH64. Texts of equal length are hashed together.
     """
     offsets = np.frombuffer(texts.buffers()[1], np.int64)
     offsets = offsets[texts.offset : texts.offset + len(texts) + 1]
@@ -38,7 +39,7 @@ def xxh64(texts: pa.LargeStringArray) -> np.ndarray:
 
 
 def _of_one_length(texts: np.ndarray) -> np.ndarray:
-    """`[n]` hashes of `texts: [n, length]` bytes. All sums and products are modulo 2^64."""
+    """`[n]` hashes for `texts: [n, length]` bytes. Sums and products are modulo 2^64."""
     count, length = texts.shape
 
     def lane(at: int, size: int) -> np.ndarray:
@@ -80,5 +81,5 @@ def _round(h: np.ndarray, lane: np.ndarray) -> np.ndarray:
 
 
 def _turned(h: np.ndarray, by: int) -> np.ndarray:
-    """Rotated to the left."""
+    """Rotates the bits of each number to the left."""
     return (h << np.uint64(by)) | (h >> np.uint64(64 - by))

@@ -1,4 +1,4 @@
-"""The SQL by which engines turn events into sorted entries.
+"""SQL queries with which engines turn events into sorted entries.
 
 Tables and their columns::
 
@@ -9,10 +9,10 @@ Tables and their columns::
     codes    item, code                                the column of each item
     people   name, number                              users in pseudo-random order
 
-The text is one for all engines, except for the parts that a `Dialect` has. `value`,
-`time` and `first` (the time of the earliest event) are there if they are needed. Where
-a time splits the events, `value` and `time` belong to the events before it, and
-`later_value` and `later_time` to the others: null where there are none.
+The text is equal for all engines, except for the phrases of a `Dialect`. Columns `value`,
+`time` and `first` (the time of the earliest event) exist only if they are needed. If a time
+splits the events, `value` and `time` belong to the events before it, and `later_value` and
+`later_time` to the other events. They are null if a pair has no such events.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-    """The phrases that engines spell differently.
+    """The SQL phrases that engines spell differently, as format strings.
 
     Attributes:
-      total: the sum of `{value}` with as few rounding errors as the engine can.
+      total: sum of `{value}`, with the engine's smallest rounding errors.
       latest: the `{value}` of the greatest pair of `{time}` and `{value}`.
       largest: the greatest `{value}`.
-      hash: a hash of `{}` for a pseudo-random order.
+      hash: hash of `{}`, for a pseudo-random order.
     """
 
     total: str
@@ -38,8 +38,8 @@ class Dialect:
     hash: str
 
 
-# Sums are float32 as in the files: in float64 they would differ in the last bits from one
-# computation to the next, as Spark adds in no fixed order.
+# Sums are float32, as in the files: Spark adds in no fixed order, so float64 sums would differ
+# in the last bits from one computation to the next.
 SPARK = Dialect(
     total="CAST(sum({value}) AS FLOAT)",
     latest="CAST(max_by({value}, struct({time}, {value})) AS FLOAT)",
@@ -63,14 +63,14 @@ def pairs(
     timed: bool,
     sides: bool,
 ) -> str:
-    """The entries: one for each user and item of the table of events or of pairs.
+    """The query for entries: one row for each user and item of a table.
 
     Args:
       dialect: functions and types of the engine's SQL.
-      events: the table, as `single` makes it.
-      duplicates: the value of an entry with several events: "add", "last" or "max".
-      valued: whether there are values.
-      timed: whether there are times.
+      events: name of the table, or the subquery that `single` makes.
+      duplicates: rule for the value of an entry with several events: "add", "last" or "max".
+      valued: whether events have values.
+      timed: whether events have times.
       sides: whether a time splits the events.
     """
     merge = {
@@ -89,13 +89,13 @@ def pairs(
 
 
 def single(events: str, *, valued: bool, timed: bool, before: float | None) -> str:
-    """The events as pairs of one event each.
+    """The subquery for events in the form of pairs with one event each.
 
     Args:
-      events: the table.
-      valued: whether there are values.
-      timed: whether there are times.
-      before: the time that splits the events, if one does.
+      events: name of the table.
+      valued: whether events have values.
+      timed: whether events have times.
+      before: time that splits the events, or None.
     """
     if before is None:
         return f"(SELECT *, time AS first FROM {events})" if timed else events
@@ -108,7 +108,7 @@ def single(events: str, *, valued: bool, timed: bool, before: float | None) -> s
 
 
 def in_buckets(table: str, bits: int) -> str:
-    """Events or pairs with the number of a bucket, `bucket`, that has all of a user."""
+    """The query that adds `bucket` to a table: a number that all rows of a user share."""
     return (
         f"SELECT *, {DUCKDB.hash.format('name')} >> {64 - bits} AS bucket FROM {table}"
     )
@@ -117,9 +117,9 @@ def in_buckets(table: str, bits: int) -> str:
 def content(
     dialect: Dialect, table: str, *, valued: bool, timed: bool, sides: bool
 ) -> str:
-    """The number of pairs and a hash of them.
+    """The query for the number of pairs and a hash over all of them.
 
-    Values count as float32, because a sum's last bits may differ from time to time.
+    Values are hashed as float32, because a sum's last bits may differ between computations.
     """
     columns = ["name", "item"]
     for side in ["", "later_"] if sides else [""]:
@@ -130,7 +130,7 @@ def content(
 
 
 def frequent(table: str, column: str, least: int) -> str:
-    """The pairs whose user (or item) has at least so many pairs."""
+    """The query for pairs whose `column`, user or item, occurs in at least `least` pairs."""
     return (
         f"SELECT * FROM {table} WHERE {column} IN "
         f"(SELECT {column} FROM {table} GROUP BY {column} HAVING count(*) >= {least})"
@@ -138,9 +138,10 @@ def frequent(table: str, column: str, least: int) -> str:
 
 
 def items(table: str, *, sides: bool, repeats: bool = False) -> str:
-    """All items. `n` counts the pairs, or those with events before the time of the split.
+    """The query for all items with their count `n`, the most frequent first.
 
-    With `repeats`, users have items several times, and `n` counts the users.
+    `n` counts the pairs; with `sides`, the pairs with events before the time of the split;
+    with `repeats`, where a user may have an item several times, the users.
     """
     which = "time" if sides else "DISTINCT name" if repeats else "*"
     return (
@@ -150,10 +151,11 @@ def items(table: str, *, sides: bool, repeats: bool = False) -> str:
 
 
 def facts(*, valued: bool, timed: bool, sides: bool) -> dict[str, str]:
-    """The columns of an entry of the table `pairs` that are written or decide on its part.
+    """SQL expressions for facts about an entry, by column name, over the table `pairs`.
 
-    `repeated`, `earlier` and `later` are 0 or 1: whether it has earlier events than the
-    latest, and whether it has events before and after the time of the split.
+    They are written, or decide to which part the entry belongs. `repeated` is 1 if the entry
+    has earlier events than the latest one, `earlier` and `later` if it has events before and
+    after the time of the split; otherwise they are 0.
     """
     if not sides:
         found = {"value": "value"} if valued else {}
@@ -167,13 +169,13 @@ def facts(*, valued: bool, timed: bool, sides: bool) -> dict[str, str]:
 
 
 def _is_before(column: str, time: float) -> str:
-    # "inf" would be the name of a column.
+    # Written as a bare literal, infinity would be read as the name of a column.
     literal = f"CAST('{time}' AS DOUBLE)" if isinstance(time, float) else f"{time}"
     return f"{column} < {literal}"
 
 
 def people(dialect: Dialect, table: str) -> str:
-    """The users, numbered from 0 in pseudo-random order."""
+    """The query for users, numbered from 0 in pseudo-random order."""
     order = f"{dialect.hash.format('name')}, name"
     return (
         f"SELECT name, row_number() OVER (ORDER BY {order}) - 1 AS number "
@@ -182,12 +184,12 @@ def people(dialect: Dialect, table: str) -> str:
 
 
 def names() -> str:
-    """The names of the users by their numbers."""
+    """The query for the users' names in the order of their numbers."""
     return "SELECT name FROM people ORDER BY number"
 
 
 def histories(table: str, columns: Sequence[str]) -> str:
-    """The events as numbers with further columns, sorted by user and time."""
+    """The query for events with numbers of users and items, sorted by user and time."""
     order = ["number", *["time"] * ("time" in columns), "place"]
     return (
         f"SELECT number, code, {', '.join([*columns, 'place'])} FROM {table} "
@@ -196,7 +198,7 @@ def histories(table: str, columns: Sequence[str]) -> str:
 
 
 def entries(table: str, *, valued: bool, timed: bool, sides: bool) -> str:
-    """The entries as numbers with their `facts`, sorted by user and column."""
+    """The query for entries with numbers and `facts`, sorted by user and column."""
     found = facts(valued=valued, timed=timed, sides=sides)
     more = "".join(f", {fact} AS {name}" for name, fact in found.items())
     return (

@@ -1,4 +1,4 @@
-"""Tables whose rows belong to names: the columns of items, of users or of requests."""
+"""Reads tables whose rows belong to names: features of items, of users or of requests."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ from sparsejax.data.sets.sequences import SequenceDataset
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByName:
-    """The columns of a table.
+    """A table whose rows belong to names, or to rows of the inputs in their order.
 
     Attributes:
       what: name of the table in messages.
-      table: its columns, without that of the names.
-      names: the name of each row; None if rows belong to rows in their order.
+      table: columns of the table, without the column of names.
+      names: name of each row; None if the rows belong to rows of the inputs in their order.
     """
 
     what: str
@@ -69,14 +69,14 @@ class ByName:
         """Reads a file, a table, dicts of rows, or a dict of columns.
 
         Args:
-          source: the columns.
-          key: column of the names.
-          texts: columns of categories, which are text in CSV.
+          source: file, table or dicts.
+          key: name of the column of names.
+          texts: names of the columns of categories, which are read from CSV as text.
           ordered: whether the column of names may be missing.
 
         Raises:
-          DataError: the source cannot be read, or a name is there twice.
-          ValueError: there is no column of names.
+          DataError: the source cannot be read, or a name occurs twice.
+          ValueError: the column of names is missing.
         """
         if isinstance(source, Mapping):
             source = table_of(source)
@@ -104,11 +104,11 @@ class ByName:
     def of(
         self, names: Names, columns: Collection[str], *, some: bool = False
     ) -> dict[str, pa.Array]:
-        """Some columns of the rows with these names. Cells of unknown names are missing.
+        """Selects columns for the rows with these names. Cells of unknown names are null.
 
         Raises:
-          ValueError: rows belong to rows in their order, and there are more or fewer. Or with
-            `some` all names are unknown.
+          ValueError: the table has no names, and another number of rows. Or, with `some`, all
+            names are unknown.
         """
         if self.names is None and len(self.table) != len(names):
             raise ValueError(
@@ -129,7 +129,7 @@ class ByName:
 
 
 def lists_of(data: SparseDataset | SequenceDataset, items: Names) -> pa.Array:
-    """The names of the items of each row, in its order."""
+    """The names of each row's items as a list array, in the order of the row."""
     rows = data.matrix if isinstance(data, SparseDataset) else data
     indptr, indices = np.asarray(rows.indptr), np.asarray(rows.indices)
     names = to_arrow(items).take(arrow.from_numbers(indices[: indptr[-1]]))
@@ -148,21 +148,22 @@ def read_user_features(
     >>> found.columns["plan"].tolist(), found.columns["age"].tolist()
     ([2, 0], [31.0, 40.0])
 
-    A user that the table lacks has missing values in all columns.
+    A user that the table lacks gets missing values in all columns.
 
-    Without a schema the types of the columns decide. Text, true or false, and lists of texts or
-    integers are categories. Numbers have `log1p` if none is negative, and a missing one is
-    replaced by the mean. Dates, empty columns, and texts of which four of five occur once,
-    among 20 or more, are left out.
+    Without a schema the types of the columns decide. Columns of text, booleans, or lists of
+    texts or integers are categories. Columns of numbers have `log1p` if no number is negative;
+    the mean replaces missing ones. Dates and empty columns are left out, and so are columns of
+    20 or more texts of which over four in five occur once.
 
     Args:
       source: files or a table in memory, as for `read_clicks`.
       schema: types of the columns, without kinds and context; or `train.users`, so that
-        categories have the ids of the training data, and others are unknown. None: see above.
-      user: the column with the names of the users.
+        categories get the ids of the training data, and others count as unknown. None: the
+        types of the columns decide, as described above.
+      user: name of the column with the names of the users.
 
     Raises:
-      DataError: the table cannot be read, lacks a column, or names a user twice or not at all.
+      DataError: the table cannot be read, lacks a column, names a user twice, or lacks a name.
       ValueError: the schema has kinds, context or labels.
     """
     if schema is None:
@@ -191,10 +192,10 @@ def read_user_features(
 
 
 def _schema_of(path: Path, table: pa.Table, user: str) -> EventSchema:
-    """Types of the columns of users, as their types in a table suggest.
+    """Makes a schema for columns of users from the types of a table's columns.
 
     Raises:
-      DataError: there is no column of users, or no other one that can be read.
+      DataError: the column of users is missing, or no other column can be used.
     """
     if user not in table.column_names:
         raise DataError.at(
@@ -220,7 +221,7 @@ def _schema_of(path: Path, table: pa.Table, user: str) -> EventSchema:
 
 
 def _column_of(column: pa.Array) -> DenseColumn | None:
-    """The treatment of a column of numbers; None if it has none."""
+    """The treatment of a column of numbers; None if no number is finite."""
     numbers = arrow.numbers(column.cast(pa.float64()).drop_null())
     if not len(numbers := numbers[np.isfinite(numbers)]):
         return None
@@ -229,6 +230,6 @@ def _column_of(column: pa.Array) -> DenseColumn | None:
 
 
 def _are_titles(column: pa.Array) -> bool:
-    """Whether texts say nothing of others, as most of them occur once."""
+    """Whether texts are useless as categories, because most of them occur once."""
     counts = arrow.numbers(column.drop_null().value_counts().field("counts"))
     return counts.sum() >= FEW_TEXTS and (counts == 1).sum() > ONCE * counts.sum()

@@ -1,4 +1,4 @@
-"""Histories as the inputs of a program: arrays by name. Knows no model."""
+"""Converts histories to the input arrays of a compiled program, by name."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from sparsejax.data.sets.dataset import SparseDataset
 from sparsejax.data.sets.event_schema import CONTEXT, USERS
 from sparsejax.data.sets.sequences import Histories, SequenceDataset
 
-# Names of the inputs. There are times if the model uses them and the data have them. Columns
-# of events have names that begin with `EVENTS`.
+# Names of the inputs. Times are an input if the model uses them and the data have them. Inputs
+# with columns of events have names that begin with `EVENTS`.
 HISTORIES, TIMES, EVENTS = "histories", "times", "events/"
 
-# The shape that a model takes of an event's part of each column, by name. Columns whose names begin
-# with `CONTEXT` or `USERS` have one cell for each history.
+# The shape of cells that a model takes, by the name of the column of events. Columns whose names
+# begin with `CONTEXT` or `USERS` have one cell for each history.
 EventShapes = Mapping[str, tuple[int, ...]]
 
-# Types of `exclude` and the like where the data are histories.
+# Types of arguments about items, such as `exclude`, where the data are histories.
 Unordered = Source | SequenceDataset | str | None
 
 
 def input_name(column: str) -> str:
-    """The name of the input that has a column of events."""
+    """The name of the input that holds a column of events."""
     return column if column.startswith((CONTEXT, USERS)) else f"{EVENTS}{column}"
 
 
@@ -45,15 +45,15 @@ def arrays_of(
     events: EventShapes | None = None,
     columns: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
-    """The last items of each row, and their times and events, each `[rows, length, ...]`.
+    """The arrays of each row's last items, times and events, `[rows, length, ...]` each.
 
     Args:
-      data: histories; with columns of events, and the context, if these are wanted.
-      length: number of places.
-      times: whether times are wanted.
-      events: shapes of the columns of events that are wanted, or None. Where an event has more
-        categories than there is room for, the first ones are taken.
-      columns: the columns that `events` names, where the data do not have them.
+      data: histories; with columns of events and context, if `events` names them.
+      length: number of places for each row; shorter rows are padded.
+      times: whether to include times.
+      events: shapes of the columns of events to include, by name, or None. A cell with more
+        categories than its shape allows keeps the first ones.
+      columns: arrays of the columns that `events` names, if the data do not have them.
     """
     arrays = {HISTORIES: data.padded(length)}
     if times:
@@ -70,7 +70,7 @@ def arrays_of(
 
 
 def _columns_of(data: Histories | SequenceDataset) -> dict[str, np.ndarray]:
-    """The columns of the events, of what is known of those to come, and of the users."""
+    """The columns of events, of the context of the next event, and of users, by name."""
     found = {} if data.events is None else dict(data.events.columns)
     if isinstance(data, Histories):
         return found
@@ -82,15 +82,15 @@ def _columns_of(data: Histories | SequenceDataset) -> dict[str, np.ndarray]:
 
 
 def _with_room(column: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """A column with `shape` numbers for each event."""
+    """Pads or cuts a column so that it has `shape` numbers for each event."""
     if not shape:
         if column.ndim == 1:
             return column
-        # An event without a category has that of a missing value.
+        # An event without a category gets the id of a missing value.
         return np.where(column[:, 0] < 0, MISSING, column[:, 0])
     [most] = shape
     if column.ndim == 1:
-        # A list that is missing is empty, also where no event has a list.
+        # A missing list becomes an empty one, even if no event has a list.
         column = np.where(column == MISSING, -1, column)[:, None]
     column = column[:, :most]
     more = (0, most - column.shape[1])
@@ -104,7 +104,7 @@ def inputs_of(
     times: bool,
     events: EventShapes | None = None,
 ) -> Inputs:
-    """`arrays_of` with the names of the rows."""
+    """The arrays of `arrays_of` as `Inputs`, with the names of the rows."""
     arrays = arrays_of(sequences, length, times=times, events=events)
     names = sequences.row_names
     return Inputs(
@@ -116,15 +116,15 @@ def inputs_of(
 def unordered(
     what: str, source: Unordered, sequences: SequenceDataset
 ) -> SparseDataset | Source | None:
-    """An argument about items, such as `exclude`, as a matrix.
+    """Converts an argument about items, such as `exclude`, to a matrix.
 
     Args:
-      what: the name of the argument.
-      source: data, perhaps histories; or "inputs", which are `sequences`.
-      sequences: the histories that the model is shown.
+      what: name of the argument.
+      source: data, which may be histories; or the text "inputs", which stands for `sequences`.
+      sequences: histories that the model is shown.
 
     Raises:
-      ValueError: it is another text, or has other items.
+      ValueError: `source` is another text, or has other items.
     """
     if source is None:
         return None

@@ -1,4 +1,4 @@
-"""Titles of items, which are shown in place of their names."""
+"""Reads titles of items, which are shown in place of items' names."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from sparsejax.data.sets.click_files import guess_clicks
 def read_titles(
     source: Any, say: Callable[[str], object] = warn_caller
 ) -> dict[str, str]:
-    """The text to show for the name of each item that has one.
+    """Reads the title of each item, by the item's name. Items without a title are left out.
 
     Args:
       source: a mapping; or a file or a table, whose first column has the names and whose
         second one has the titles. A title may be missing.
-      say: function that is called with a line about titles that are missing, and about rows
-        that repeat another one.
+      say: function that is called with a line of text about the number of missing titles, and
+        about the number of rows that repeat another one.
 
     Raises:
       DataError: the source cannot be read, a name is empty, or an item has several titles.
@@ -45,7 +45,7 @@ def read_titles(
         }
     asked = Asked(Chosen(user=0, item=1, time=None), indicator=True)
     if is_path(source) and not is_parquet(source) and guess_clicks(source) == "pairs":
-        # A header is then the title of an item that the model does not know.
+        # A header, if there is one, becomes the title of an item that no model knows.
         asked = dataclasses.replace(asked, format="pairs", header=False)
     found: dict[str, str] = {}
     empty = repeated = 0

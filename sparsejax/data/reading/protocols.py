@@ -1,4 +1,4 @@
-"""Data for the protocols of published figures."""
+"""Reads and draws data for the evaluation protocols of published papers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sparsejax.sparse import CSR, as_int32
 
 
 class UnseenUsers(NamedTuple):
-    """Data to measure on users that the model was not trained on.
+    """Data to evaluate a model on users that it was not trained on.
 
     >>> train, validation, test = read_vae_cf("pro_sg")
     >>> train
     SparseDataset(2 rows, 3 features, 4 entries, indicator)
 
     Attributes:
-      train: users to train on, whole.
-      validation: entries of other users: the entries that the model is shown, and those that it
+      train: all entries of the users to train on.
+      validation: entries of other users: those that the model is shown, and those that it
         should find.
-      test: yet other users, for the end.
+      test: entries of yet other users, in two such parts, for the final evaluation.
     """
 
     train: SparseDataset
@@ -44,7 +44,7 @@ def read_vae_cf(folder: str | os.PathLike[str]) -> UnseenUsers:
         test_tr.csv        uid,sid        yet other users
         test_te.csv        uid,sid
 
-    The recall of these papers is our `truncated_recall`.
+    The metric called recall in these papers is `truncated_recall` here.
 
     >>> data = read_vae_cf("pro_sg")
     >>> shown, heldout = data.test
@@ -55,14 +55,14 @@ def read_vae_cf(folder: str | os.PathLike[str]) -> UnseenUsers:
     [True, True, True]
 
     Args:
-      folder: the folder with the five files.
+      folder: path of the folder with the five files.
 
     Returns:
-      All parts over the items of `train`. Entries of other items are left out, with a
-      warning.
+      The three parts, with the items of `train` as features. Entries of other items are left
+      out, with a warning.
 
     Raises:
-      DataError: a file is missing, or is not such a file.
+      DataError: a file is missing, or has another form.
     """
 
     def part(name: str, features: SparseDataset | None) -> SparseDataset:
@@ -80,7 +80,7 @@ def read_vae_cf(folder: str | os.PathLike[str]) -> UnseenUsers:
 def random_candidates(
     *seen: SparseDataset, count: int = 99, seed: int = 0
 ) -> SparseDataset:
-    """For each row some items that it does not have, to be ranked with the held-out ones.
+    """Draws for each row some items that it does not have, to rank them with held-out ones.
 
     The protocol of NCF (He et al. 2017) ranks one held-out item among 99 others::
 
@@ -93,9 +93,10 @@ def random_candidates(
     True
 
     Args:
-      seen: data sets over equal features. The items in any of them are not drawn. The result has
-        a row for each of their rows, matched by name.
-      count: items for each row, or all that it does not have if they are fewer.
+      seen: data sets over equal features. Items in any of them are not drawn. The result has
+        a row for each row of any of them, matched by name.
+      count: number of items to draw for each row. A row with fewer free items gets all of
+        them.
       seed: seed of the random choice, which also depends on the order of rows.
 
     Raises:
@@ -113,7 +114,7 @@ def random_candidates(
         has = indices[start:end]
         free = whole.num_features - has.size
         places = np.sort(rng.choice(free, min(count, free), replace=False))
-        # The p-th item that is free comes after as many others as have at most p before.
+        # The p-th free item is p plus the number of the row's items that come before it.
         before = np.searchsorted(has - np.arange(has.size), places, side="right")
         drawn.append(places + before)
     lengths = [0, *map(len, drawn)]

@@ -1,4 +1,4 @@
-"""Reading histories from files and tables, in memory or a part at a time."""
+"""Reads histories from files and tables into memory."""
 
 from __future__ import annotations
 
@@ -49,25 +49,24 @@ def read_sequences(
     users: UserFeatures | None = None,
     skip_bad_lines: bool = False,
 ) -> SequenceDataset:
-    """Reads the events of each user in the order of time, with every repeat.
+    """Reads the events of each user in the order of time; repeated items are kept.
 
     >>> table = {"user": ["ann", "ann", "ann"], "item": ["tea", "rye", "tea"]}
     >>> frame = pandas.DataFrame(table | {"date": ["2024-03-01", "2024-01-01", "2024-02-01"]})
     >>> read_sequences(frame).times.astype("datetime64[D]").astype(str).tolist()
     ['2024-01-01', '2024-02-01', '2024-03-01']
 
-    It takes the forms of `read`. Users come in
-    order of first appearance, and items have the numbers that `read` gives them. Events of
-    the same time keep their order in the file. If there are no times, that order is the
-    history: of pairs, of a list on each row, or of the items on a line. Values are ignored.
-    If there is a column of times that cannot be read, that is an error; `time=None` says
-    that the order of the file is meant.
+    It takes the formats of `read`. Users come in order of first appearance, and items have
+    the column numbers that `read` gives them. Events with equal times keep their order in the
+    file. If there are no times, the order of the file is the history: of pairs, of a list in
+    each row, or of the items on a line. Values are ignored. A column of times that cannot be
+    read is an error; with `time=None` the order of the file is used.
 
-    Files of `SparseDataset.save` are read if they have times, see
+    Files of `SparseDataset.save` are read if they have times; see
     `SequenceDataset.from_sparse`.
 
-    Events may have more than an item and a time: a kind, numbers, categories. `events` names
-    these columns, in the words of `ClickSchema`:
+    Events may have further columns: a kind, numbers, categories. `events` gives the types of
+    these columns by the classes of `ClickSchema`:
 
     >>> frame = pandas.DataFrame(table | {"action": ["view", "buy", "view"], "price": [2, 3, None]})
     >>> price = DenseColumn(log1p=True, missing=0.0)
@@ -78,29 +77,29 @@ def read_sequences(
     Args:
       source: files, or a table in memory; see `read`.
       format: `"text"`, `"pairs"`, `"jsonl"`, `"adjacency"` or `"parquet"`; see `read`.
-      user: the column with the row's name, for a table.
-      item: the column with the feature's name, or with a list of names.
-      time: the column with the time, or with a list of times; None means the order of the
-        file.
+      user: name of the column with the row's name, for a table.
+      item: name of the column with the feature's name, or with a list of names.
+      time: name of the column with the time, or with a list of times; None means the order of
+        the file.
       delimiter: text between the columns of pairs, one or two characters; by default it
-        is found.
+        is guessed.
       separator: text between the items in a cell, like "|" in `Drama|War`. By default a
         cell is one item.
       time_format: format of times that are text, for `strptime`: "%d.%m.%Y %H:%M". By
         default they are ISO 8601.
-      features: vocabulary to read against: names, or a data set. Entries of other items are
-        left out, with a warning.
-      events: the columns of events; or `train.events`, so that categories have the ids of the
-        training data, and others are unknown. Of a row with lists of items, such a column has
-        a list of the same length, or one value for all.
-      users: columns of the users, by their names, which `read_user_features` read.
-      skip_bad_lines: leave out lines that cannot be read, see `read`.
+      features: vocabulary of items: names, or a data set. Entries of other items are left
+        out, with a warning.
+      events: types of the columns of events; or `train.events`, so that categories get the
+        ids of the training data, and others count as unknown. If a row has lists of items,
+        such a column has a list of equal length, or one value for all items.
+      users: features of the users, read by `read_user_features`, matched by name.
+      skip_bad_lines: leave out lines that cannot be read; see `read`.
 
     Raises:
-      DataError: the file cannot be read, a time is missing or cannot be read, times are of
-        several kinds, or a column of events is missing or has a cell that it cannot have.
-      TypeError: `events` is something else.
-      ValueError: there is no such format, or columns are chosen but it has none.
+      DataError: the file cannot be read, a time is missing or cannot be read, times have
+        several kinds, or a column of events is missing or has a cell that its type forbids.
+      TypeError: `events` has another type.
+      ValueError: the format is unknown, or columns are chosen for a format without columns.
     """
     reader = None if events is None else EventReader(events)
     chosen = Chosen(user, item, None, time)
@@ -140,7 +139,7 @@ def _accounted(data: SequenceDataset) -> SequenceDataset:
 def _saved(
     path: Path, chosen: Chosen, events: EventSchema | Events | None
 ) -> SequenceDataset | None:
-    """A saved data set; None if the path is of something else."""
+    """Reads a saved data set or a prepared folder; None if the path is neither."""
     if (folder := DataFolder.find(path, histories=True)) is not None:
         scanned = scan_folder(path, folder)
         names, left_out = folder.rows()
@@ -196,7 +195,7 @@ def _own(
     chosen: Chosen,
     events: EventSchema | Events | None,
 ) -> SequenceDataset:
-    """Saved histories, with the ids of given columns of events."""
+    """Checks saved histories, and gives their columns of events the ids of given ones."""
     _check_own(path, chosen, events)
     if isinstance(events, Events):
         if data.events is None:
@@ -225,7 +224,7 @@ def _read(source: Any, asked: Asked, reader: EventReader | None) -> SequenceData
     column = np.empty(len(order), np.int32)
     column[order] = np.arange(len(order))
     keys = (found.rows,) if found.times is None else (found.times, found.rows)
-    in_order = np.lexsort(keys)  # stable: equal ones keep their order
+    in_order = np.lexsort(keys)  # stable: events with equal times keep their order
     return SequenceDataset(
         offsets(np.bincount(found.rows, minlength=shape[0])),
         column[found.features[in_order]],

@@ -1,4 +1,4 @@
-"""Rows of entries that stay on disk: of saved data sets, of tables, of prepared folders."""
+"""Reads rows of entries on disk: from saved data sets, tables and prepared folders."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from sparsejax.data.sets.named_rows import UnknownFeaturesWarning
 
 
 class ScannedEntries[Rows](Scan[Rows, Entries]):
-    """Rows of entries on disk. A subclass is a dataclass, which has these fields."""
+    """Rows of entries on disk. A subclass is a dataclass with the fields declared below."""
 
     @property
     def _events(self) -> Events | None:
-        """The columns of events that are read, without events."""
+        """The columns of events to read, with no events in them; None if there are none."""
         return None
 
     if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
 
     @property
     def num_entries(self) -> int:
-        """Number of entries. In files without a manifest an empty row counts as one."""
+        """Number of entries. In files without a manifest an empty row counts as one entry."""
         return sum(group.entries for group in self._row_groups)
 
     def fingerprint(self) -> str:
@@ -87,7 +87,7 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
         return scan_tables.Vocabulary(self.feature_names)
 
     def _lists(self, names: Iterable[str]) -> list[str]:
-        """The columns of a saved file that are read, of all that it has."""
+        """Chooses the columns to read among `names`, the columns of a saved file."""
         raise NotImplementedError
 
     def _decode(self, group: Group, low: int, high: int) -> Entries:
@@ -120,7 +120,7 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
         return Entries.of_lengths(lengths[0], columns)
 
     def _known(self, entries: Entries) -> Entries:
-        """The entries of features that the vocabulary has; warns if there are others."""
+        """Drops entries with unknown features, with a warning."""
         is_known = entries.indices >= 0
         if is_known.all():
             return entries
@@ -133,13 +133,13 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
 
 
 class SavedFiles(NamedTuple):
-    """Files of saved data sets that are read as one.
+    """Files of saved data sets that are read as one data set.
 
     Attributes:
-      features: the vocabulary that all have.
-      kind: type of the values or the times of all files.
+      features: vocabulary, equal in all files.
+      kind: type of the values or the times, equal in all files.
       groups: row groups that have rows, in order.
-      events: the columns of events that all have, without events; None if there are none.
+      events: columns of events, with no events in them; None if there are none.
     """
 
     features: Names
@@ -155,16 +155,16 @@ class SavedFiles(NamedTuple):
         typed: Callable[[pa.Schema], Any],
         form: stored.Form,
     ) -> SavedFiles:
-        """The files, of which only the vocabularies are read.
+        """Opens the files, checks that they match, and reads their vocabulary.
 
         Args:
-          files: files of one data set or of several.
+          files: files of one or several saved data sets.
           what: "values" or "times", for messages.
-          typed: function that finds the type of the values or times in a file's schema.
-          form: kind of data set that is read.
+          typed: function that returns the type of the values or times in a file's schema.
+          form: kind of data set to read.
 
         Raises:
-          DataError: a file is something else, or differs from the first one.
+          DataError: a file has another kind, or differs from the first one.
         """
         groups: list[Group] = []
         columns: list[Events | None] = []
@@ -197,12 +197,14 @@ class SavedFiles(NamedTuple):
         events = columns[0]
         for other in columns[1:]:
             if events is not None and other is not None:
-                events = events.joined(other)  # for the longest lists
+                events = events.joined(
+                    other
+                )  # with room for the longest lists of all files
         return cls(as_names(first[0]), first[1], tuple(groups), events)
 
 
 def _events_in(path: Path, file: pq.ParquetFile, form: stored.Form) -> Events | None:
-    """The columns of events of a saved file, without events; None if it has none."""
+    """The columns of events of a saved file, with no events in them; None if it has none."""
     schema = file.schema_arrow
     try:
         facts = codec.parse(stored.facts_in(schema) or "{}")
@@ -217,16 +219,16 @@ def _events_in(path: Path, file: pq.ParquetFile, form: stored.Form) -> Events | 
 
 
 def _are_alike(events: Events | None, others: Events | None) -> bool:
-    """Whether columns of events have the same ids."""
+    """Whether two files' columns of events have equal ids for their categories."""
     if events is None or others is None:
         return events is others
     return events.has_ids_of(others)
 
 
 def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
-    """A row group, from the metadata if it has the numbers.
+    """A row group with its numbers of rows and entries, from the metadata where it has them.
 
-    Behind the last row, the names of rows are null.
+    After the last row of the data set, the names of rows are null.
     """
     group = opened.metadata.row_group(number)
     columns = {
@@ -238,6 +240,6 @@ def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
         missing = statistics.null_count
     else:
         missing = opened.read_row_group(number, columns=["row"]).column(0).null_count
-    # Parquet counts each null list, which pads the column behind the last row, as a value.
+    # Parquet counts each null list after the last row as a value.
     entries = columns["indices"].num_values - missing
     return Group(file, number, group.num_rows - missing, entries)

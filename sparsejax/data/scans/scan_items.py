@@ -1,4 +1,4 @@
-"""A data set that stays on disk and is read a part at a time."""
+"""Scans a data set on disk, to read it a part at a time."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class ScannedDataset(ScannedEntries[CSR]):
     >>> scan_parquet("purchases")
     ScannedDataset('purchases', 3 rows, 3 features)
 
-    `scan_parquet` makes it. With several processes, each reads the rows that its devices
+    `scan_parquet` returns it. With several processes, each reads the rows that its devices
     train on.
 
     Attributes:
-      path: the file, folder or address.
-      vocabulary: `[features]` text, or the prepared folder that has it.
+      path: file, folder or address.
+      vocabulary: `[features]` names, or the prepared folder that has them.
       indicator: whether every entry is 1.
-      chunk_rows: about the number of rows of a chunk; None for as many as fit the devices.
-      groups: the pieces that are read as a whole, in order.
-      layout: the columns of a table; None for a saved data set.
+      chunk_rows: approximate number of rows of a chunk; None for as many as fit the devices.
+      groups: row groups, in order.
+      layout: columns of a table; None for a saved data set.
     """
 
     path: Path
@@ -59,10 +59,10 @@ class ScannedDataset(ScannedEntries[CSR]):
 
     @functools.cached_property
     def feature_names(self) -> Names:
-        """`[features]` text. The names of a prepared folder are read when they are needed.
+        """`[features]` names. Those of a prepared folder are read at the first use.
 
         Raises:
-          DataError: their file is damaged.
+          DataError: the file with the names is damaged.
         """
         if isinstance(self.vocabulary, DataFolder):
             return self.vocabulary.vocabulary()
@@ -75,7 +75,7 @@ class ScannedDataset(ScannedEntries[CSR]):
         return self._shared(parts)[0]
 
     def _shared(self, parts: list[Entries]) -> tuple[CSR, float]:
-        """The matrix, and the share of the entries that the vocabulary has."""
+        """The matrix of all parts, and the share of entries whose item is in the vocabulary."""
         nothing = Entries.of(
             np.zeros(1, np.int64),
             indices=np.empty(0, np.int32),
@@ -100,10 +100,10 @@ class ScannedDataset(ScannedEntries[CSR]):
             shape=(kept.num_rows, self.num_features),
         )
         matrix.sum_duplicates()  # this also sorts
-        with np.errstate(over="ignore"):  # CSR reports what becomes inf
+        with np.errstate(over="ignore"):  # CSR refuses infinite values
             values = None if self.indicator else matrix.data.astype(np.float32)
         merged = Entries.of(matrix.indptr, indices=matrix.indices, values=values)
-        # A sum of finite values need not be finite.
+        # A sum of finite values may be infinite.
         return self._checked(merged, ""), len(kept.indices) / max(count, 1)
 
     def _checked(self, rows: Entries, problem: str) -> CSR:
@@ -123,7 +123,7 @@ def scan_parquet(
     indicator: bool = False,
     chunk_rows: int | None = None,
 ) -> ScannedDataset:
-    """Scans Parquet files without keeping their rows, so that `fit` reads them in chunks.
+    """Scans Parquet files without loading their rows, so that `fit` reads them in chunks.
 
     >>> read("purchases.tsv").save("purchases")
     >>> scan_parquet("purchases").num_rows
@@ -145,19 +145,19 @@ def scan_parquet(
       as databases do. That column is read once, to find where users begin.
 
     Args:
-      path: a file or a folder of files of one kind, or an address, see `read_parquet`.
-        Saved files of one folder must have the same vocabulary (`convert --features`).
-      user: for a table, the column with the row's name; see `from_arrow`.
-      item: the column with the feature's name, or with a list of names.
-      value: the column with the value, or with a list of values.
-      features: vocabulary to read a table against. Without it the item column is read
-        once more, and the vocabulary is its items. They have the order of `read`, except
-        that an item counts twice if a user has it twice.
+      path: a file or a folder of files of one kind, or an address; see `read_parquet`.
+        Saved files of one folder must have equal vocabularies (`convert --features`).
+      user: name of the column with the row's name, for a table; see `from_arrow`.
+      item: name of the column with the feature's name, or with a list of names.
+      value: name of the column with the value, or with a list of values.
+      features: vocabulary of a table. Without it the item column is read once more, and the
+        vocabulary is its items. They have the order of `read`, except that an item counts
+        twice if a user has it twice.
       indicator: ignore values.
-      chunk_rows: about the number of rows that are on the devices at a time, in whole row
-        groups (a saved data set has groups of 65,536 rows). By default it is all rows, if
-        they take less than a quarter of the memory of the devices that training uses,
-        otherwise as many as take an eighth of it.
+      chunk_rows: approximate number of rows that are on the devices at a time, in whole row
+        groups (a saved data set has groups of 65,536 rows). By default all rows, if they take
+        less than a quarter of the memory of the devices that training uses, otherwise as many
+        as take an eighth of it.
 
     Raises:
       DataError: a file is of another kind, is damaged, or differs from the first one.
@@ -199,7 +199,7 @@ def scan_parquet(
     valued = layout.value is not None
     scanned = ScannedDataset(path, names, not valued, chunk_rows, groups, layout)
     if features is not None:
-        # This also finds other mistakes early.
+        # Reading a group also finds other mistakes early.
         first = scanned._decode(groups[0], 0, groups[0].rows)
         _, share = scanned._shared([first])
         if share == 0:

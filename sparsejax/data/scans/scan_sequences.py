@@ -1,4 +1,4 @@
-"""Histories that stay on disk and are read a part at a time."""
+"""Scans histories on disk, to read them a part at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sparsejax.sparse import as_int32
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ScannedSequences(ScannedEntries[Histories]):
-    """Histories on disk, of which parts are read.
+    """Histories on disk, of which `read` loads some rows.
 
     >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
     >>> read_sequences(pandas.DataFrame(table)).save("histories")
@@ -39,17 +39,17 @@ class ScannedSequences(ScannedEntries[Histories]):
     >>> scanned.read(0, 1).indptr.tolist()
     [0, 2]
 
-    `scan_sequences` makes it.
+    `scan_sequences` returns it.
 
     Attributes:
-      path: the file, folder or address.
-      feature_names: `[features]` text.
-      groups: the pieces that are read as a whole, in order.
-      layout: the columns of a table; None for saved sequences.
-      chunk_rows: about the number of rows that `fit` has on the devices at a time; None for
+      path: file, folder or address.
+      feature_names: `[features]` names of the items.
+      groups: row groups, in order.
+      layout: columns of a table; None for saved sequences.
+      chunk_rows: approximate number of rows that `fit` has on the devices at a time; None for
         as many as fit.
-      events: the columns of events with their categories, without events; None if there are
-        none.
+      events: columns of events with their categories, with no events in them; None if there
+        are none.
     """
 
     kind: ClassVar[str] = "histories"
@@ -66,12 +66,12 @@ class ScannedSequences(ScannedEntries[Histories]):
         return self.events
 
     def without_rows(self) -> SequenceDataset:
-        """The items and the columns of events, without rows."""
+        """An empty data set with these items and columns of events."""
         return no_histories(self.feature_names, self.events)
 
     @property
     def _columns(self) -> dict[str, np.ndarray]:
-        """The columns of events, by their names in `Entries`, without events."""
+        """The columns of events by their names in `Entries`, with no events in them."""
         return {} if self.events is None else named(self.events.columns)
 
     def _lists(self, names: Iterable[str]) -> list[str]:
@@ -132,7 +132,7 @@ def scan_sequences(
     events: EventSchema | Events | None = None,
     chunk_rows: int | None = None,
 ) -> ScannedSequences:
-    """Scans Parquet files of histories without keeping their rows.
+    """Scans Parquet files of histories without loading their rows.
 
     >>> pandas.DataFrame({"items": [["tea", "rye", "tea"], []]}).to_parquet("lists.parquet")
     >>> scan_sequences("lists.parquet").read(0, 2).padded(3).tolist()
@@ -146,21 +146,21 @@ def scan_sequences(
       a history, and a user column is not needed;
     * a table of pairs, sorted by its user column, as `scan_parquet` describes.
 
-    Entries are sorted by time when they are read. Without times they keep the order that
-    they have in the file. If there is a column of times that cannot be read, that is an
-    error; `time=None` says that the order of the file is meant.
+    Entries are sorted by time when they are read. Without times they keep the order of the
+    file. A column of times that cannot be read is an error; with `time=None` the order of the
+    file is used.
 
     Args:
-      path: a file or a folder of files of one kind, or an address, see `read_parquet`.
-      user: for a table, the column with the row's name; see `from_arrow`.
-      item: the column with the feature's name, or with a list of names.
-      time: the column with the time, or with a list of times; None means the order of the
-        file.
-      features: vocabulary to read a table against: names, or a data set. Without it the
-        item column is read once more, as by `scan_parquet`.
-      events: the columns of events of a table, see `read_sequences`. They are read once
-        more, to count their categories.
-      chunk_rows: about the number of rows that `fit` has on the devices at a time, in whole
+      path: a file or a folder of files of one kind, or an address; see `read_parquet`.
+      user: name of the column with the row's name, for a table; see `from_arrow`.
+      item: name of the column with the feature's name, or with a list of names.
+      time: name of the column with the time, or with a list of times; None means the order of
+        the file.
+      features: vocabulary of a table: names, or a data set. Without it the item column is
+        read once more, as by `scan_parquet`.
+      events: columns of events of a table; see `read_sequences`. They are read once more, to
+        count their categories.
+      chunk_rows: approximate number of rows that `fit` has on the devices at a time, in whole
         row groups; see `scan_parquet`.
 
     Raises:
@@ -201,7 +201,7 @@ def _layout(
     chosen: Chosen,
     events: EventSchema | Events | None,
 ) -> TableLayout:
-    """The columns of a table."""
+    """Finds the columns of a table of histories and the type of its times."""
     first, schema = parquet.first_schema(files)
     layout = tables.find_table_layout(
         first,

@@ -1,4 +1,4 @@
-"""Joins the parsed blocks of a file to a data set."""
+"""Joins the parsed blocks of a file into a data set."""
 
 from __future__ import annotations
 
@@ -33,21 +33,20 @@ def assemble(
     features: Features,
     columns: Columns | None = None,
 ) -> SparseDataset:
-    """Joins the blocks of one file to a data set.
+    """Joins the blocks of one file into a data set.
 
-    Rows come in order of first appearance, and lines of the same row are merged. Several
+    Rows come in order of first appearance, and lines with equal row names are merged. Several
     entries of one (row, feature) become one entry. Its value is the sum of their values,
     added in float64. Its time is the latest time; of equally late entries the last in
     the file counts. With `features` the result has these features in their order.
-    Without it the features
-    are those that the file has, in the order of `vocabulary_order`.
+    Otherwise it has the features of the file, in the order of `vocabulary_order`.
 
     Args:
       blocks: blocks of the file. Either all or none have values, and either all or none
         have times.
-      path: the file that messages name.
-      features: vocabulary to read against.
-      columns: columns of the table, without the account.
+      path: name of the file in messages.
+      features: vocabulary to align the result to, or None.
+      columns: columns of the table, for the result's account of what was read.
 
     Raises:
       DataError: there are no rows, no features, too many entries, or only unknown
@@ -75,7 +74,7 @@ def assemble(
     if times is not None:
         order, first = events_of_pairs(rows, codes, times)
         times = times[order]
-    del rows, codes  # the larger part of what is held
+    del rows, codes  # these are the largest arrays in memory
     try:
         dataset = SparseDataset(
             CSR.from_scipy(matrix),
@@ -85,7 +84,7 @@ def assemble(
             order=order,
             first_times=first,
         )
-    except ValueError as error:  # a sum of finite values need not be finite
+    except ValueError as error:  # a sum of finite values may be infinite
         with np.errstate(over="ignore"):
             finite = np.isfinite(matrix.data.astype(np.float32))
         if finite.all():
@@ -109,15 +108,15 @@ def assemble(
 
 
 class Encoded(NamedTuple):
-    """The entries of a file, in its order.
+    """The entries of a file as numbers, in the order of the file.
 
     Attributes:
-      row_names: `[rows]`, in order of first appearance.
-      rows: `[entries]` the row of each entry.
-      feature_names: `[features]`, in order of first appearance.
-      features: `[entries]` the feature of each entry.
-      values: `[entries]` float64, or None.
-      times: `[entries]`, or None.
+      row_names: `[rows]` names of rows, in order of first appearance.
+      rows: `[entries]` row number of each entry.
+      feature_names: `[features]` names of features, in order of first appearance.
+      features: `[entries]` feature number of each entry.
+      values: `[entries]` float64 values, or None.
+      times: `[entries]` times, or None.
     """
 
     row_names: Names
@@ -134,7 +133,7 @@ def encode(
     *,
     has_vocabulary: bool = False,
 ) -> Encoded:
-    """Joins the blocks of one file, and numbers its names. See `assemble`.
+    """Joins the blocks of one file and numbers its names; `assemble` describes the order.
 
     Raises:
       DataError: there are no rows, too many entries, or no features and no vocabulary.
@@ -178,15 +177,15 @@ def encode(
 
 
 def align_to[Data: NamedRows](dataset: Data, features: Any, path: Path) -> Data:
-    """A data set over other features, with a warning and an error that name the file.
+    """Aligns a data set to other features; warnings and errors name the file.
 
     Args:
-      dataset: the data set.
+      dataset: data set to align.
       features: names, or a data set whose feature names are used.
-      path: the file.
+      path: name of the file in messages.
 
     Raises:
-      DataError: there are entries, and all are of unknown features.
+      DataError: all entries have unknown features.
     """
     try:
         aligned, unknown = align_features(dataset, features)

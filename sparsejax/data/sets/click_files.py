@@ -1,4 +1,4 @@
-"""Blocks of the columns of click files and of tables in memory."""
+"""Reads blocks of columns from click files and from tables in memory."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from sparsejax.data.scan import Group
 from sparsejax.data.sets.click_records import table_of
 from sparsejax.data.sets.click_schema import ClickSchema
 
-# Large, so that a large vocabulary is not searched for few examples at a time.
+# Blocks are large, because each block costs one search of a vocabulary, which may be large.
 BLOCK_BYTES = 32 * 2**20
 
 Paths = Path | Sequence[Path] | Any
 
-# The remedy where a file lacks a column.
+# A part of the error for a file that lacks a column.
 _REMEDY = "the schema needs it; for a text file without a header, give ClickSchema(columns=...)"
 
 
@@ -52,20 +52,21 @@ def click_blocks(
     served: bool = False,
     check: Callable[[Cells], None] | None = None,
 ) -> Iterator[Cells]:
-    """The columns of the schema, or only some of them, file by file.
+    """Yields blocks of the columns of the schema, or of some of them, file by file.
 
     Args:
-      paths: the files.
+      paths: files, or a table in memory.
       schema: types of the columns.
-      names: names of the columns that are read; by default all that the schema uses.
-      labelled: whether the files have labels, which are not read otherwise.
-      served: whether columns with a fixed value are not read.
-      check: leave out lines for which it raises an error, or which cannot be read.
+      names: names of the columns to read; by default all that the schema uses.
+      labelled: whether the files have labels; otherwise labels are not read.
+      served: leave out columns with a fixed value, as when a model is served.
+      check: function that raises an error for wrong cells. If it is given, lines with such
+        cells, and lines that cannot be read, are left out.
 
     Raises:
-      DataError: a file cannot be read, lacks a column, or a line has another number of
-        columns. Too many lines are bad.
-      ValueError: there is a check, and a source is no file of lines.
+      DataError: a file cannot be read, lacks a column, or has a line with another number
+        of columns; or too many lines are bad.
+      ValueError: `check` is given, and a source is not a file of lines.
     """
     if isinstance(paths, Mapping):
         paths = table_of(paths)
@@ -74,7 +75,7 @@ def click_blocks(
         used = [name for name in used if name not in schema.fixed]
     names = used if names is None else names
     used = list(dict.fromkeys([*used, *names]))
-    as_paths(paths)  # are there some?
+    as_paths(paths)  # raises an error if there are no files
     for piece in find_pieces(paths):
         if check is not None:
             own = piece.constants.own(used)
@@ -103,17 +104,17 @@ def without_bad_clicks(
     names: Sequence[str],
     check: Callable[[Cells], None],
 ) -> WithoutLines:
-    """A file of lines, without those that cannot be read. A warning counts them.
+    """Finds the lines of a file that cannot be read and leaves them out; a warning counts them.
 
     Args:
       piece: the file.
       schema: types of the columns.
       names: names of the columns that the file has.
-      check: function that raises an error for examples that are wrong.
+      check: function that raises an error for wrong cells.
 
     Raises:
       DataError: too many lines are bad.
-      ValueError: it is no file of lines.
+      ValueError: the piece is not a file of lines.
     """
     if piece.table is not None or piece.file is not None or is_parquet(piece.path):
         what = (
@@ -148,10 +149,10 @@ def without_bad_clicks(
 
 
 def guess_clicks(path: Path) -> str:
-    """The format of a file of clicks that is not Parquet: "jsonl", or "pairs" of columns.
+    """Guesses the format of a click file that is not Parquet: "jsonl", or else "pairs".
 
     Raises:
-      DataError: it seems to be of a format that is not read.
+      DataError: the file seems to have a format that is not read.
     """
     text = head(path).data.decode()
     if problem := others.of_lines([line for line in text.split("\n") if line.strip()]):
@@ -165,7 +166,7 @@ def _check_columns(path: Path, schema: pa.Schema, names: Sequence[str]) -> None:
 
 
 def group_cells(group: Group, names: Sequence[str], start: int, stop: int) -> Cells:
-    """Columns of the rows `start .. stop - 1` of a row group.
+    """Reads columns of the rows `start .. stop - 1` of a row group.
 
     Raises:
       DataError: the file is damaged, or was changed.
@@ -195,10 +196,10 @@ def click_groups(source: parquet.ParquetPath) -> list[Group]:
 
 
 def as_paths(paths: Paths) -> list[Path]:
-    """One path or several as a list; for a table in memory its name in messages.
+    """The paths as a list; for a table in memory, a list with its name in messages.
 
     Raises:
-      ValueError: there is none.
+      ValueError: the list of paths is empty.
     """
     if isinstance(paths, str | os.PathLike):
         return [paths]
@@ -242,7 +243,7 @@ def _text_blocks(
 
 
 def _layout(path: Path, schema: ClickSchema, used: Sequence[str]) -> TextLayout:
-    """How a file is written, which has the columns `used`."""
+    """The delimiter, columns and header of a text file, which must have the columns `used`."""
     lines = head(path)
     first_line = lines.data.decode().lstrip("\n").partition("\n")[0]
     delimiter = schema.delimiter or ("\t" if "\t" in first_line else ",")

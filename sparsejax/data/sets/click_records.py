@@ -1,4 +1,4 @@
-"""Examples of clicks that are in no file: tables and dicts of columns, without labels."""
+"""Converts tables and dicts in memory, without labels, to the inputs of a click model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sparsejax.data.sets.click_storage import Ids
 from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
 
-# The word for them in messages.
+# Stands for the path of a file in messages.
 _RECORDS = "records"
 
 
@@ -41,23 +41,23 @@ def examples_of(
     vocabularies: Mapping[str, Names],
     reader: ColumnReader | None = None,
 ) -> tuple[np.ndarray, dict[str, Ids]]:
-    """Numbers and ids of records, by the rules of `read_clicks`.
+    """Converts records to numbers and ids, by the rules of `read_clicks`.
 
     Args:
-      records: columns by name: arrays, lists, or a table; or a list of dicts, one an
+      records: columns by name: arrays, lists, or a table; or a list with a dict for each
         example. Labels are not needed. None and NaN are missing values.
       schema: types of the columns.
-      vocabularies: categories of the training data; other categories have the id of
+      vocabularies: categories of the training data; other categories get the id of
         rare ones.
-      reader: reader of these columns for many calls; by default it is made now.
+      reader: reader of these columns, to reuse it over many calls; by default a new one.
 
     Returns:
       Dense columns `[n, d]` float32, and the ids of each feature as in a `ClickDataset`.
 
     Raises:
-      DataError: a column cannot have such a value.
-      ValueError: a column is missing, or columns differ in their lengths.
-      TypeError: the records are no columns.
+      DataError: a column has a value that its type does not allow.
+      ValueError: a column is missing, or columns have different lengths.
+      TypeError: the records are neither columns nor a list of dicts.
     """
     asked = [name for name in schema.inputs if name not in schema.fixed]
     block = with_fixed(cells_of(records, asked), schema)
@@ -70,13 +70,13 @@ def examples_of(
         if lengths is not None:
             flat = id_lists(flat, np.append(0, np.cumsum(lengths)), sizes[name])
         ids[name] = flat
-    if unknown:  # else it would take a service's time in vain
+    if unknown:  # the check takes time, which a service need not spend otherwise
         warn_of_lists(found, schema, vocabularies)
     return dense_of(block, schema.dense), ids
 
 
 def cells_of(records: Any, names: Sequence[str]) -> Cells:
-    """The cells of some columns of records, see `examples_of`."""
+    """The cells of the named columns of records; see `examples_of`."""
     if isinstance(records, list | tuple):
         records = record_columns(records)
     elif not isinstance(records, pa.Table | pa.RecordBatch | Mapping) and hasattr(
@@ -108,7 +108,7 @@ def cells_of(records: Any, names: Sequence[str]) -> Cells:
 
 
 def check_lengths(ids: Mapping[str, Ids | WideIds], history: str, beside: str) -> None:
-    """Raises ValueError unless the lists of two features are equally long, where both have some."""
+    """Raises ValueError if both features have lists, and their lengths differ in an example."""
     lengths = []
     for x in (ids.get(history), ids.get(beside)):
         if isinstance(x, CSR):
@@ -124,10 +124,10 @@ def check_lengths(ids: Mapping[str, Ids | WideIds], history: str, beside: str) -
 
 
 def table_of(columns: Mapping[str, Any]) -> pa.Table:
-    """A table of columns by name: arrays, lists, or arrays of Arrow.
+    """Makes a table of columns by name: arrays, lists, or arrays of Arrow.
 
     Raises:
-      DataError: a column cannot be one, or columns differ in their lengths.
+      DataError: Arrow cannot convert a column, or columns have different lengths.
     """
     found = {str(name): _array(str(name), each) for name, each in columns.items()}
     sizes = {name: len(column) for name, column in found.items()}
@@ -137,10 +137,10 @@ def table_of(columns: Mapping[str, Any]) -> pa.Table:
 
 
 def record_columns(records: Sequence[Any]) -> dict[str, list[Any]]:
-    """The columns of dicts, one an example; None where one lacks a column.
+    """Converts a list with a dict for each example to columns; a missing key becomes None.
 
     Raises:
-      TypeError: one is no dict.
+      TypeError: an element is no dict.
     """
     for record in records:
         if not isinstance(record, Mapping):
@@ -156,7 +156,7 @@ def _array(name: str, values: Any) -> pa.Array:
         return arrow.one(values)
     if isinstance(values, pa.Array):
         return values
-    if isinstance(values, str | bytes):  # else each of its characters would be a row
+    if isinstance(values, str | bytes):  # Arrow would take each character as a row
         raise TypeError(
             f"records: column {name!r}: expected a list of cells, one for each row, got the "
             f"text {values!r:.80}"
@@ -166,7 +166,7 @@ def _array(name: str, values: Any) -> pa.Array:
             found = pa.array(values, from_pandas=True)
         except (
             OverflowError
-        ):  # of integers beyond int64, which Arrow takes by their type
+        ):  # integers beyond int64, which Arrow takes if the type is given
             found = pa.array(values, pa.uint64())
     except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
         problem = " ".join(str(error).split())

@@ -1,12 +1,11 @@
-"""The Parquet form of a saved data set of clicks.
+"""The Parquet format of a saved data set of clicks.
 
-A row of the table is an example, with the columns `label`, or `label/NAME` for each of several,
-`dense/NAME` and `ids/NAME`
-(int32, or a list of int32; uint64 of a `KeyColumn`); with times also `time`, and with weights
-`weight`, or `weight/NAME` by label, and with propensities `propensity`. Beside them are the
-vocabularies, `vocabulary/NAME`. The shorter
-columns end in nulls, which take no room. The schema's metadata is a JSON object with the
-`ClickSchema`, the number of examples, the sizes of the vocabularies, and a checksum.
+A row of the table is an example. Its columns are `label`, or `label/NAME` for each of several
+labels, `dense/NAME` and `ids/NAME` (int32, or a list of int32; uint64 for a `KeyColumn`).
+Optional columns are `time`, `weight` (or `weight/NAME` for each label) and `propensity`. In
+addition there are columns with the vocabularies, `vocabulary/NAME`. Shorter columns end in
+nulls, which take no space. The schema's metadata is a JSON object with the `ClickSchema`, the
+number of examples, the sizes of the vocabularies, and a checksum.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from sparsejax.data.sets.click_schema import (
 from sparsejax.sparse import CSR
 
 _VERSION = 1
-# Parts that not all data sets have.
+# Optional parts of a data set.
 BESIDE = ("times", "weights", "propensities")
 _TIME, _PROPENSITY = "time", "propensity"
-# Rows of a row group, which can be read without the others.
+# Rows of a row group. A row group can be read without the others.
 _GROUP_ROWS = 2**18
 
 Ids = np.ndarray | CSR
@@ -59,13 +58,13 @@ class ClickParts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Facts that a saved file states of itself, as JSON beside its version.
+    """Metadata of a saved file, stored as JSON with a version.
 
     Attributes:
       schema: types of the columns; in JSON the document of the schema.
       rows: number of examples.
-      vocabularies: number of categories of each vocabulary.
-      crc32: checksum of the whole content.
+      vocabularies: number of categories in each vocabulary, by name.
+      crc32: CRC-32 checksum of the whole content.
     """
 
     schema: Any
@@ -75,7 +74,7 @@ class Facts:
 
 
 def write_clicks(path: Path, parts: ClickParts) -> None:
-    """Writes a data set, whole or not at all.
+    """Writes a data set to a file, whole or not at all.
 
     Raises:
       OSError: the file cannot be written.
@@ -117,7 +116,7 @@ def read_saved(path: Path) -> ClickParts:
     """Reads a file that `write_clicks` wrote.
 
     Raises:
-      DataError: the file is missing, is not such a file, or is damaged.
+      DataError: the file is missing, has another format, or is damaged.
     """
     with stored.one_file(path).open() as file:
         facts = facts_of(path, file.schema_arrow)
@@ -145,10 +144,10 @@ def read_saved(path: Path) -> ClickParts:
 
 
 def facts_of(path: Path, schema: pa.Schema) -> Facts:
-    """The facts that a saved file states of itself.
+    """Reads and checks the metadata in the schema of a saved file.
 
     Raises:
-      DataError: `write_clicks` did not write it, or another version did.
+      DataError: the file was not written by `write_clicks`, or by another version of it.
     """
     stored.CLICKS.check(path, schema)
     try:
@@ -163,7 +162,7 @@ def facts_of(path: Path, schema: pa.Schema) -> Facts:
 
 
 def _check_facts(stated: Facts, clicks: ClickSchema, schema: pa.Schema) -> None:
-    """Raises ValueError unless a file's metadata, schema and columns fit together."""
+    """Raises ValueError unless a file's metadata, schema and columns match each other."""
     if not 0 <= stated.rows < 2**63 or not 0 <= stated.crc32 < 2**32:
         raise ValueError('its metadata: "rows" or "crc32" is wrong')
     numbered = vocabularies_of(clicks).keys()
@@ -191,12 +190,12 @@ def _check_facts(stated: Facts, clicks: ClickSchema, schema: pa.Schema) -> None:
 
 
 def _vocabulary(name: str) -> str:
-    """The column with the categories of a feature."""
+    """The name of the column with the categories of a feature."""
     return f"vocabulary/{name}"
 
 
 def _names_of(name: str, size: int, column: pa.ChunkedArray) -> Names:
-    """The categories of a feature, from their column."""
+    """Reads the categories of a feature from their column, which ends in nulls."""
     found = column.slice(0, size)
     if len(found) != size or found.null_count:
         raise ValueError(f"{_vocabulary(name)} does not have the {size:,} names stated")
@@ -204,7 +203,7 @@ def _names_of(name: str, size: int, column: pa.ChunkedArray) -> Names:
 
 
 def stored_columns(schema: ClickSchema) -> list[str]:
-    """The columns of the examples."""
+    """The names of the columns with examples, without the vocabularies."""
     targets = [*_label_columns(schema), *_weight_columns(schema)]
     targets += [] if schema.propensity is None else [_PROPENSITY]
     dense = [f"dense/{name}" for name in schema.dense]
@@ -222,7 +221,7 @@ def _weight_columns(schema: ClickSchema) -> list[str]:
 
 
 def _apart(names: list[str], array: np.ndarray) -> dict[str, pa.Array]:
-    """The columns of an array `[n]`, or `[n, columns]`."""
+    """Splits an array `[n]`, or `[n, columns]`, into Arrow arrays by column name."""
     parts = [array] if array.ndim == 1 else np.ascontiguousarray(array.T)
     return {name: pa.array(part) for name, part in zip(names, parts, strict=True)}
 
@@ -230,10 +229,10 @@ def _apart(names: list[str], array: np.ndarray) -> dict[str, pa.Array]:
 def stored_vocabularies(
     path: Path, file: pq.ParquetFile, facts: Facts
 ) -> dict[str, Names]:
-    """The vocabularies of a file.
+    """Reads the vocabularies of a file, by column.
 
     Raises:
-      DataError: it has others than it states, or fewer examples.
+      DataError: the file does not have the categories or examples that its metadata states.
     """
     found = {}
     try:
@@ -252,7 +251,7 @@ def stored_examples(
     schema: ClickSchema,
     vocabularies: Mapping[str, Names],
 ) -> ClickParts:
-    """Examples of a file, from its columns. Behind the last one labels are null."""
+    """Builds examples from a file's columns. After the last example, labels are null."""
     names = _label_columns(schema)
     rows = len(columns[names[0]]) - columns[names[0]].null_count
 

@@ -21,13 +21,13 @@ class DenseDataset:
     >>> ages.align_rows(["bob", "eve"], fill=-1).values
     array([44., -1.], dtype=float32)
 
-    It is one of several inputs that `fit`, `recommend` and `evaluate` take, beside a
+    `fit`, `recommend` and `evaluate` take it as one of several inputs, beside a
     `SparseDataset` with the same rows in any order.
 
     Attributes:
       values: `[rows, ...]` numbers, with any further axes, in the dtype that JAX gives
         them.
-      row_names: `[rows]` text.
+      row_names: `[rows]` names of the rows.
 
     Raises:
       TypeError: `values` are not numbers.
@@ -62,12 +62,12 @@ class DenseDataset:
         *,
         fill: float | None = None,
     ) -> DenseDataset:
-        """The rows of the given names, in the given order.
+        """Selects the rows with the given names, in the given order.
 
         Args:
           rows: names, or a data set whose row names are used.
-          fill: the values of a row that this data set lacks. By default such a row is an
-            error.
+          fill: value of all elements of a row that this data set lacks. By default such a row
+            is an error.
 
         Raises:
           ValueError: a name is not in this data set, and `fill` is not given.
@@ -91,11 +91,11 @@ class DenseDataset:
 
 
 def dense_rows(what: str, values: object) -> np.ndarray:
-    """The numbers `[rows, ...]` on the host, in the dtype that JAX gives them.
+    """Checks numbers `[rows, ...]` and converts them to the dtype that JAX gives them.
 
     Raises:
-      TypeError: they are not numbers.
-      ValueError: they have no rows, or one is NaN, infinite or too large.
+      TypeError: the values are not numbers.
+      ValueError: the values are one number, or one of them is NaN, infinite or too large.
     """
     given = np.asarray(values)
     floats = jnp.issubdtype(given.dtype, jnp.floating)  # also bfloat16

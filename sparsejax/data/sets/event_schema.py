@@ -1,4 +1,4 @@
-"""The columns of events in histories: the kind of each event, categories and numbers."""
+"""The schema of events' columns in histories: kind, categories and numbers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sparsejax.data.sets.click_schema import (
     with_columns_read,
 )
 
-# Begins of names among the columns that a model reads: of columns that are known of the event to
-# come, and of columns of users. These have one cell for each history.
+# Prefixes of the names of a model's columns that have one cell for each history: context, which
+# is known of the next event, and columns of users.
 CONTEXT, USERS = "context/", "users/"
 
 
 @dataclasses.dataclass(frozen=True)
 class EventSchema:
-    """The columns that events have beside user, item and time.
+    """The columns that events have in addition to user, item and time.
 
     >>> schema = EventSchema(
     ...     kind="action",
@@ -36,25 +36,26 @@ class EventSchema:
     >>> list(schema.ids)
     ['action', 'device', 'tags']
 
-    The words are those of `ClickSchema`: a missing value, a rare category and a category that
-    the training data lacks are treated as there. A column of categories may hold lists.
+    A missing value, a rare category and a category that the training data lacks are treated
+    as by `ClickSchema`. A column of categories may hold lists.
 
     Attributes:
-      kind: the column with the kind of each event, such as "view" or "purchase". It is a
-        column of `ids`, and need not be named there. None: events have no kinds.
+      kind: name of the column with the kind of each event, such as "view" or "purchase". It
+        is a column of `ids`, and need not be named there. None: events have no kinds.
       dense: columns of numbers.
       ids: columns of categories: `HashedColumn` or `VocabularyColumn`.
-      context: names of columns that are known of an event before it happens, such as its hour
-        or device. A model that predicts an event's item sees these columns of it.
-      labels: columns of the next event that a model predicts beside its item, given the item:
-        names, or a `LabelColumn` for each name. Each category of a column of categories is a
-        label with 0 and 1. By its name alone, a column of numbers has the loss "squared". A number
-        that is missing, where `DenseColumn.missing` permits that, is no label.
+      context: names of columns that are known before an event happens, such as its hour or
+        device. A model that predicts an event's item sees these columns of that event.
+      labels: columns of the next event that a model predicts in addition to its item, given
+        the item: names, or a `LabelColumn` for each name. Each category of a column of
+        categories is a label with the values 0 and 1. A column of numbers without a
+        `LabelColumn` has the loss "squared". A missing number, where `DenseColumn.missing`
+        permits it, is no label.
 
     Raises:
       ValueError: a column has two roles, there is no column, the kinds are not in a
-        `VocabularyColumn` of their own, or `context` or `labels` name a column that is not there.
-      TypeError: a column is of no known type.
+        `VocabularyColumn` of their own, or `context` or `labels` name an unknown column.
+      TypeError: a column has an unknown type.
     """
 
     kind: str | None = None
@@ -132,12 +133,12 @@ class EventSchema:
 
     @property
     def several(self) -> dict[str, LabelColumn]:
-        """The labels by name."""
+        """The label columns by name."""
         return dict(cast(Mapping[str, LabelColumn], self.labels))
 
     @property
     def used(self) -> list[str]:
-        """The columns that are read: dense, ids."""
+        """The names of all columns: first those of `dense`, then those of `ids`."""
         return [*self.dense, *self.ids]
 
     def to_json(self) -> dict[str, Any]:
@@ -154,7 +155,7 @@ class EventSchema:
         """Reads a schema from the document that `to_json` made.
 
         Raises:
-          ValueError: it is not such an object.
+          ValueError: the document has another form.
         """
         label = "not a schema of events"
         return codec.read(cls, with_columns_read(document, label), label)

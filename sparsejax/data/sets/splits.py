@@ -1,4 +1,4 @@
-"""The two parts of a data set, and how entries and rows are put into them."""
+"""Splits a data set into two parts, by entries, rows or items."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ class _Parts[T](NamedTuple):
 
 
 class Split[T](_Parts[T]):
-    """Two parts of a data set, made by its methods `split`, `split_last`, ...
+    """The two parts of a data set that its methods `split`, `split_last`, ... return.
 
     >>> split = read("purchases.tsv").split(0.5, seed=0)
     >>> train, heldout = split
     >>> print(split)
     held out 3 of 6 entries (50.0%), in 3 rows; new rows: 0, new features: 1
 
-    Rows and features are new if they have held-out entries but no entry in train. A model
-    that learns from `train` knows nothing of them. Examples of clicks are rows that occur
-    once, and their features are the ids of all columns.
+    Rows and features are new if they have held-out entries but no entry in train: a model
+    learns nothing about them from `train`. For clicks, a row is an example and occurs once,
+    and the features are the ids of all columns.
 
     Attributes:
       train: the rows or entries to train on.
       heldout: the held-out rows or entries, over the same features.
-      repeats: number of later entries that are in neither part, because their rows have
-        the features in `train`; see `split_at`.
+      repeats: number of later entries that are in neither part, because their row has the
+        same feature in `train`; see `split_at`.
     """
 
-    repeats: int = 0  # for what NamedTuple makes without __new__, as _replace does
+    repeats: int = (
+        0  # default for methods of NamedTuple that skip __new__, such as _replace
+    )
 
     def __new__(cls, train: T, heldout: T, *, repeats: int = 0) -> Self:
         self = super().__new__(cls, train, heldout)
@@ -73,13 +75,13 @@ class Split[T](_Parts[T]):
         )
 
     def _sizes(self) -> list[int]:
-        """The numbers of entries, or of examples of clicks."""
+        """The numbers of entries in both parts; for clicks, of examples."""
         parts: Any = self
         return [getattr(p, "num_entries", p.num_rows) for p in parts]
 
 
 def _features(part: Any) -> list[np.ndarray]:
-    """Numbers of the features of all entries; for clicks, the ids of each column."""
+    """The feature of each entry; for clicks, the ids of each column."""
     if hasattr(part, "ids"):
         return [getattr(ids, "indices", ids) for ids in part.ids.values()]
     return [part._entries.indices]
@@ -92,24 +94,24 @@ def split_entries[T](
     stays: np.ndarray | None = None,
     behind: np.ndarray | None = None,
 ) -> Split[T]:
-    """The two parts of entries. Both have all rows and features.
+    """Splits a data set by entries. Both parts have all rows and features.
 
     Args:
-      data: the whole.
-      is_held: `[entries]` bool: the entries that are held out.
-      why_nothing: text of the error if nothing is held out.
-      stays: `[entries]` bool: those to train on; by default all others. Entries may be in
-        both parts, or in neither: repeats.
-      behind: `[entries]` bool: entries that are in neither part and are not repeats.
+      data: the data set to split.
+      is_held: `[entries]` bool: whether an entry is held out.
+      why_nothing: explanation for the error if no entry is held out.
+      stays: `[entries]` bool: whether an entry is in train; by default all others are. An
+        entry may be in both parts, or in neither: then it counts as a repeat.
+      behind: `[entries]` bool: entries in neither part that are not repeats.
 
     Raises:
-      ValueError: nothing is held out.
+      ValueError: no entry is held out.
     """
     if not is_held.any():
         raise ValueError(f"nothing is held out: {why_nothing}")
     stays = ~is_held if stays is None else stays
     whole: Any = data
-    # Neither part has the entries that were left out before.
+    # The parts have no `left_out`: it counts entries of the whole rows.
     entries = dataclasses.replace(whole._entries, of_rows={})
     left_out = ~(stays | is_held)
     repeats = int(np.sum(left_out if behind is None else left_out & ~behind))
@@ -118,7 +120,7 @@ def split_entries[T](
 
 
 def split_by_share[T](data: T, is_held: np.ndarray, fraction: float) -> Split[T]:
-    """`split_entries`, of which a share of each row stays."""
+    """Calls `split_entries` for a split that keeps a share of each row's entries in train."""
     whole: Any = data
     longest = whole._entries.lengths.max(initial=0)
     return split_entries(
@@ -130,7 +132,7 @@ def split_by_share[T](data: T, is_held: np.ndarray, fraction: float) -> Split[T]
 
 
 def split_rows[T](data: T, fraction: float, seed: int) -> Split[T]:
-    """The two parts of rows, which keep their order, over all features.
+    """Splits a data set by rows. Both parts have all features; rows keep their order.
 
     Raises:
       ValueError: `fraction` is outside (0, 1), or there are too few rows.
@@ -142,7 +144,7 @@ def split_rows[T](data: T, fraction: float, seed: int) -> Split[T]:
 
 
 def split_items[T](data: T, fraction: float, seed: int) -> Split[T]:
-    """The entries of some items, and of all others, over all rows and features.
+    """Holds out the entries of some items. Both parts have all rows and features.
 
     Raises:
       ValueError: `fraction` is outside (0, 1), or a part would have no entries.
@@ -164,7 +166,7 @@ def split_items[T](data: T, fraction: float, seed: int) -> Split[T]:
 
 
 def check_held(is_held: np.ndarray, what: str, fraction: float) -> None:
-    """Raises ValueError if none of these is held out."""
+    """Raises ValueError if the mask holds out nothing."""
     if not is_held.any():
         raise ValueError(
             f"nothing is held out: {len(is_held):,} {what} are too few to hold out "

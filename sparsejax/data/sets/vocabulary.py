@@ -1,4 +1,4 @@
-"""The balanced order of the features: any contiguous part of them has its share of entries.
+"""Orders features so that contiguous ranges of them have about equal numbers of entries.
 
 On a mesh, kernels are cut into contiguous ranges of rows, one for each device. In order of
 popularity the first range would hold most of the entries. So features are distributed
@@ -25,28 +25,28 @@ from sparsejax.mesh.layout import ROW_MULTIPLE, bit_reversed
 # rows on every mesh. So 256 groups serve all meshes.
 _HANDS = ROW_MULTIPLE
 
-# Above this, the fullest device of a mesh decides how long a step takes.
+# A higher imbalance gives a warning: the fullest device decides how long a step takes.
 MAX_IMBALANCE = 1.3
 # Numbers of devices for which the balance is checked.
 _WAYS = (4, 8)
-# If a part has fewer entries, imbalance may be chance.
+# With fewer entries for each device, imbalance may be chance.
 _MIN_ENTRIES_PER_PART = 256
 
 
 def vocabulary_order(counts: np.ndarray, names: Names | None = None) -> np.ndarray:
-    """The balanced order of features.
+    """Orders features by popularity, in the balanced order of this module.
 
     >>> vocabulary_order(np.array([3, 9, 5, 1]))
     array([1, 0, 2, 3])
 
     Args:
       counts: `[features]` number of rows that have the feature.
-      names: `[features]` name of the feature. Equal counts are ranked by it (by code
-        points); without names, by their positions.
+      names: `[features]` names of the features. Features of equal counts are ordered by name
+        (by code points); without names, by their positions.
 
     Returns:
-      `[features]` positions in `counts`: element `j` is the feature to put into column
-      `j`. For a matrix: `matrix[:, order]`.
+      `[features]` positions in `counts`: element `j` is the feature of column `j`. So
+      `matrix[:, order]` reorders a matrix.
     """
     at = arrow.from_numbers(np.arange(len(counts)))
     ties = at if names is None else to_arrow(names)
@@ -57,26 +57,26 @@ def vocabulary_order(counts: np.ndarray, names: Names | None = None) -> np.ndarr
 
 
 def popularity_ranks(count: int) -> np.ndarray:
-    """`[count]` the rank of the feature in each column of the balanced order."""
+    """`[count]`: for each column of the balanced order, the popularity rank of its feature."""
     rank = np.arange(count)
     return np.lexsort((rank, bit_reversed(rank % _HANDS)))
 
 
 def appended(known: Names, others: Names) -> Names:
-    """The known features in their order, then the new ones of `others`, in theirs."""
+    """Concatenates the known features and the new ones among `others`, each in their order."""
     return np.concatenate([known, others[find_names(others, known) < 0]])
 
 
 def warn_if_appended_unbalanced(indices: np.ndarray, names: Names) -> None:
-    """Warns the caller's caller if features that were added at the end weigh too much."""
+    """Warns the caller's caller if features appended at the end have too many entries."""
     remedy = ", as new features are at the end: for long trainings on a mesh, train a new model"
     _warn_if_unbalanced(indices, names, remedy)
 
 
 def hand_starts(count: int) -> np.ndarray:
-    """`[256]` the first column of each hand.
+    """`[256]`: the first column of each of the 256 groups of features.
 
-    So the column of the feature of popularity rank `r` is
+    The feature of popularity rank `r` has the column
     `hand_starts(count)[r % 256] + r // 256`.
     """
     hands = np.arange(_HANDS)
@@ -100,7 +100,7 @@ def warn_if_unbalanced(indices: np.ndarray, names: Names) -> None:
 
     Args:
       indices: `[entries]` column of each entry.
-      names: `[features]`.
+      names: `[features]` names of the columns.
     """
     remedy = "matrix[:, sparsejax.data.vocabulary_order(counts, feature_names)]"
     _warn_if_unbalanced(indices, names, f"; reorder the columns: {remedy}")
@@ -117,7 +117,7 @@ def _warn_if_unbalanced(indices: np.ndarray, names: Names, remedy: str) -> None:
 
 
 def _unbalanced(indices: np.ndarray, names: Names) -> tuple[int, float, float] | None:
-    """Number of devices, imbalance, and the imbalance of the balanced order, if it is better."""
+    """`(devices, imbalance, imbalance of the balanced order)`; None if no warning is due."""
     if len(names) < _HANDS or len(indices) < max(_WAYS) * _MIN_ENTRIES_PER_PART:
         return None
     counts = np.bincount(indices, minlength=len(names))

@@ -1,4 +1,4 @@
-"""Writes data sets as text files, and numbers as files of several forms."""
+"""Writes data sets as text files, and arrays of numbers as files of several formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ESCAPED_ROW = {char: text for char, text in _ESCAPED.items() if chr(char) not i
 
 
 def write_text(file: io.TextIOWrapper, data: SparseDataset) -> None:
-    """Writes the text form of DSSTNE, which keeps empty rows and values.
+    """Writes a data set in the text format of DSSTNE, which can hold empty rows and values.
 
     It cannot hold times; a warning says so.
 
@@ -47,10 +47,10 @@ def write_text(file: io.TextIOWrapper, data: SparseDataset) -> None:
 
 
 def escaped(what: str, names: Names) -> Names:
-    """The names as they are written in the text form.
+    """Escapes names for the text format.
 
     Raises:
-      ValueError: the text form cannot hold a name.
+      ValueError: the text format cannot hold a name.
     """
     is_row = what == "row"
     check_names(what, names, "\ufeff" if is_row else "", "text")
@@ -80,12 +80,11 @@ def write_adjacency(file: io.TextIOWrapper, data: SparseDataset) -> None:
 def write_pairs(
     file: io.TextIOWrapper, data: SparseDataset, *, delimiter: str = "\t"
 ) -> None:
-    """Writes a line for each entry, under a header; see `sparsejax.data.read_pairs`.
+    """Writes a header, and a line for each entry; see `sparsejax.data.read_pairs`.
 
-    If there are times, the entries of a row come in the order of their events, so that
-    entries of equal times keep it. If the delimiter is not TAB, fields are quoted where
-    it is necessary. Rows without
-    entries cannot be written; a warning counts them.
+    If there are times, the entries of a row come in the order of their events, which shows
+    the order of entries with equal times. If the delimiter is not TAB, fields are quoted
+    where it is necessary. Rows without entries cannot be written; a warning counts them.
 
     Raises:
       ValueError: a name is empty or contains a line end, or a TAB if that is the delimiter.
@@ -117,7 +116,7 @@ def write_pairs(
 
 
 def _times(data: SparseDataset) -> tuple[list[str], np.ndarray]:
-    """The times as text in the order of events, and `[entries]` that order of each row."""
+    """The times as text, and `[entries]` positions of the entries, both in order of events."""
     times, order = data.times, data.order
     assert times is not None and order is not None
     rows = np.repeat(np.arange(data.num_rows), np.diff(data.matrix.indptr))
@@ -158,21 +157,21 @@ def _record_writer(
 def save_numbers(
     path: str, name: str, numbers: np.ndarray | Mapping[str, np.ndarray]
 ) -> None:
-    """Writes numbers, whole or not at all, in the form that the file's name asks for.
+    """Writes numbers atomically, in the format that the suffix of the file's name selects.
 
     ::
 
         .npy       an array, [n] or [n, columns]
-        .parquet   a column each
-        .csv       a line for each row, under the names
-        others     such lines without names
+        .parquet   a table with these columns
+        .csv       a header with the names, and a line for each row
+        others     a line for each row, without a header
 
     Text is compressed if the name ends in `.gz` or `.xz`.
 
     Args:
-      path: the file, which is replaced if it exists.
-      name: name of the column.
-      numbers: `[n]`; or several columns by their names.
+      path: path of the file, which is replaced if it exists.
+      name: name of the column, if `numbers` is one array.
+      numbers: array `[n]`, or several such columns by name.
 
     Raises:
       OSError: the file cannot be written.
@@ -197,9 +196,10 @@ def save_numbers(
 def _rows(
     data: SparseDataset, places: np.ndarray | None = None
 ) -> Iterator[tuple[str, list[str], list[str] | None]]:
-    """The name of each row, its features' names and their values as text.
+    """Yields each row: its name, the names of its features, and their values as text or None.
 
-    `places: [entries]` are indices of the entries, row by row; by default 0, 1, 2, ...
+    `places: [entries]` are the positions of the entries in the order to write; by default
+    0, 1, 2, ...
     """
     matrix, names = data.matrix, data.feature_names
     indices, floats = np.asarray(matrix.indices), matrix.data
