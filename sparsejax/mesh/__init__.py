@@ -1,6 +1,6 @@
 """Devices and processes: layouts on a mesh, blocks of sparse rows, several processes.
 
-Above `sparse` and `losses`, below everything else. Other wings may import all of it.
+This package imports `sparse` and `losses` only. All other packages may import all of it.
 """
 
 import lazy_loader

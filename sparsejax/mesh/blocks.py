@@ -53,10 +53,10 @@ class ShardedCSR:
     >>> blocks.shape, blocks.blocks.indices.shape
     ((2, 5), (1, 1, 2))
 
-    Block `(d, m)` lies on the device with these coordinates on the axes "data" and
-    "model". It holds the d-th of equal parts of the rows, and the columns that belong to
-    the m-th part of a kernel, numbered from the first of them. So each device has a plain
-    CSR with the entries of its own kernel rows.
+    Block `(d, m)` is on the device with these coordinates on the axes "data" and
+    "model". It has the d-th of equal parts of the rows, and the columns that belong to
+    the m-th part of a kernel; the first of these is column 0 of the block. So each device has a
+    plain CSR with the entries of its own kernel rows.
 
     Every operation takes a `ShardedCSR` in place of a `CSR`, under `jax.set_mesh`.
 
@@ -64,9 +64,9 @@ class ShardedCSR:
       blocks: a stack of matrices, its leaves `[data, model, ...]`.
       num_cols: number of columns (static).
       transposed: for each part of the columns, the entries of all rows by column, if
-        they were sorted ahead of time. Its leaves are `[model, ...]`.
+        they were sorted before. Its leaves are `[model, ...]`.
       spread: whether a result with one row for each row of the matrix is divided over both
-        axes; if not, over "data" alone (static). See `of_rows`.
+        axes; otherwise over "data" only (static). See `of_rows`.
     """
 
     blocks: CSR
@@ -76,7 +76,7 @@ class ShardedCSR:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, of all blocks."""
+        """Number of rows of all blocks together."""
         return self.blocks.indptr.shape[-3] * self.blocks.num_rows
 
     @property
@@ -86,7 +86,7 @@ class ShardedCSR:
 
     @property
     def nse(self) -> int:
-        """Capacity: number of entries that can be stored, of all blocks."""
+        """Capacity: number of entries that can be stored in all blocks together."""
         data, model = self.blocks.indptr.shape[-3:-1]
         return data * model * self.blocks.nse
 
@@ -96,16 +96,16 @@ class ShardedCSR:
         return self.blocks.data
 
     def with_data(self, data: jax.Array | None) -> ShardedCSR:
-        """The same entries with other values."""
+        """This matrix with other values."""
         return dataclasses.replace(
             self, blocks=dataclasses.replace(self.blocks, data=data)
         )
 
     @classmethod
     def of(cls, x: CSR) -> ShardedCSR:
-        """The blocks of a matrix that each device has as a whole.
+        """Divides a matrix that each device has whole into blocks.
 
-        Differentiable in `data`. Each block has room for all entries of `x`, because all
+        Differentiable in `data`. Each block has space for all entries of `x`, because all
         may be in one block.
 
         Raises:
@@ -130,7 +130,7 @@ class ShardedCSR:
 
     @classmethod
     def of_rows(cls, parts: CSR) -> ShardedCSR:
-        """The blocks of a batch whose rows are divided over all devices.
+        """Makes the blocks of a batch whose rows are divided over all devices.
 
         This is for training where every device gets its own examples, with all columns.
         The devices along "model" exchange their entries. The result of a lookup is then
@@ -164,12 +164,12 @@ class ShardedCSR:
         *,
         nse: int | None = None,
     ) -> ShardedCSR:
-        """The blocks of some rows of a NumPy matrix, each put on its device.
+        """Makes the blocks of some rows of a NumPy matrix, and copies each to its device.
 
         Args:
-          matrix: all rows.
-          rows: `[data, n]` the rows of each part; -1 is an empty row.
-          mesh: with the axes "data" and "model".
+          matrix: the matrix from which rows are taken.
+          rows: `[data, n]` the row numbers of each part; -1 is an empty row.
+          mesh: mesh with the axes "data" and "model".
           nse: capacity of a block; by default the number of entries of the fullest
             block.
 
@@ -188,14 +188,14 @@ class ShardedCSR:
         *,
         nse: int | Callable[[int], int] | None = None,
     ) -> ShardedCSR:
-        """The blocks of a matrix, from processes that each have the rows of their devices.
+        """Makes the blocks of a matrix of which each process has the rows of its own devices.
 
-        All processes call it together.
+        All processes must call this.
 
         Args:
           parts: a NumPy matrix of at most `rows` rows for each of `parts_of_process`.
           rows: number of rows of a part; rows that a matrix lacks are empty.
-          mesh: with the axes "data" and "model".
+          mesh: mesh with the axes "data" and "model".
           nse: capacity of a block, or a function that computes it from the number of
             entries in the fullest block of all processes. By default it is this number.
 
@@ -228,7 +228,7 @@ class ShardedCSR:
 
         def columns(index):
             found = entries(lambda part: np.asarray(part.indices), index)
-            # Padding may be anything.
+            # Padding may have any values.
             return (found - (index[1].start or 0) * width).astype(np.int32)
 
         def indptr(index):
@@ -250,11 +250,11 @@ class ShardedCSR:
 
     @property
     def rows_spec(self) -> P:
-        """The division of an array with a row for each row of the matrix."""
+        """The partition spec of an array with a row for each row of the matrix."""
         return P(("data", "model")) if self.spread else P("data")
 
     def sum_over_columns(self, values: jax.Array) -> jax.Array:
-        """Within a device's part: the sum over the devices along "model", as in `rows_spec`.
+        """In `shard_map`: the sum over the devices along "model", divided as in `rows_spec`.
 
         `values` has a row for each row of a block. Sums are computed in float32.
         """
@@ -266,12 +266,12 @@ class ShardedCSR:
         return total.astype(values.dtype)
 
     def take(self, rows: jax.Array, nse: int) -> ShardedCSR:
-        """Some rows of each part, for many batches: a stack of matrices.
+        """Takes some rows of each part for many batches, as a stack of matrices.
 
         Nothing moves between devices.
 
         Args:
-          rows: `[steps, data, n]` rows for each batch, counted from the first of their
+          rows: `[steps, data, n]` rows for each batch, numbered from the first row of their
             part. A row that does not exist, such as -1, is empty.
           nse: capacity of a block, see `fullest`. Rows that do not fit give NaN in every
             operation.
@@ -295,7 +295,7 @@ class ShardedCSR:
         return ShardedCSR(blocks, num_cols=self.num_cols)
 
     def fullest(self, rows: jax.Array) -> jax.Array:
-        """`[]` int32: entries of the fullest block that `take` makes of these rows."""
+        """`[]` int32: number of entries in the fullest block that `take` makes of these rows."""
 
         def block(indptr, rows):
             lengths, rows = jnp.diff(indptr[0, 0]), rows[:, 0]
@@ -330,14 +330,14 @@ class ShardedCSR:
         return jnp.asarray(self.blocks.indices) + first[None]
 
     def with_transposed(self) -> ShardedCSR:
-        """The same matrix, or stack of matrices, with its entries also by column."""
+        """This matrix, or stack of matrices, with its entries also sorted by column."""
         return dataclasses.replace(self, transposed=self.by_column())
 
     def by_column(self) -> Transposed:
         """For each part of the columns, the entries of all rows by column.
 
-        They are sorted now, unless `transposed` has them. `order` numbers the entries of
-        all blocks along "data", one block after the other.
+        They are sorted in this call, unless `transposed` has them. `order` numbers the entries
+        of all blocks along "data", one block after the other.
         """
         if self.transposed is not None:
             return self.transposed
@@ -372,7 +372,7 @@ LookupRows = CSR | ShardedCSR | DividedRows
 
 
 def check_sparse_rows(x: object, num_features: int | None = None) -> None:
-    """Raises TypeError unless these are sparse rows, ValueError if they have other columns."""
+    """Raises TypeError unless `x` is sparse rows, ValueError if its number of columns differs."""
     if not isinstance(x, SparseRows):
         raise TypeError(
             f"expected a CSR, got {type(x).__name__}; of a SciPy matrix CSR.from_scipy "
@@ -396,7 +396,7 @@ def check_kernel_rows(name: str, kernel: jax.Array, x: ShardedCSR) -> None:
 
 
 def parts_of_process(mesh: jax.sharding.Mesh) -> list[int]:
-    """The places on the axis "data" where this process has a device."""
+    """The indices on the axis "data" at which this process has a device."""
     mine = np.vectorize(lambda device: device.process_index)(mesh.devices)
     axis = mesh.axis_names.index("data")
     here = np.moveaxis(mine == jax.process_index(), axis, 0)

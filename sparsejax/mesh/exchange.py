@@ -1,29 +1,29 @@
-"""Ids that go only to the owners of their rows, and sums that come only from these.
+"""Exchange of ids with the owners of their rows, and of sums of rows, over the axis "model".
 
 A batch is divided over all devices: each has the ids of its own examples. The rows of a kernel
-are divided over "model", and "data" repeats them. A device sorts its ids by their owners. Each
-pair of devices along "model" has a number of *places* for ids, and of *slots* for bags that
-have some of them. They are the same in every step::
+are divided over "model", and replicated over "data". A device sorts its ids by their owners.
+Each pair of devices along "model" has a number of *places* for ids, and of *slots* for bags that
+have some of these ids. Both numbers are constant over all steps::
 
     ids         (column, slot)           device of the examples -> owner of the rows
     forward     one sum for each slot    owner of the rows -> device of the examples
     backward    their gradients          device of the examples -> owner of the rows
 
-With one id in each bag and M devices, that is 1/M of what a reduce-scatter of all sums moves, and
-of what a gather of all gradients moves. If a pair of devices has too few places, all devices
-gather all ids and take these two ways instead: the result is the same up to rounding. What
-crosses is under no condition, only the gather is: so layers work while rows and gradients cross.
+With one id in each bag and M devices, this sends 1/M of the bytes of a reduce-scatter of all
+sums, and of a gather of all gradients. If a pair of devices has too few places, all devices
+gather all ids and use reduce-scatter and gather instead: the result is equal up to rounding.
+Only the gather is under a condition, the exchange is not: so layers compute during exchanges.
 
-The sums that a bag has at one owner are added there. So a bag has one slot for each owner. Where
-ids repeat, there are fewer *distinct* ids than such bags. Then a slot is a distinct id: its row
-crosses once, and the device that asks for it adds rows for its bags, and gradients for its ids::
+An owner adds the rows that a bag has there, so a bag has one slot for each owner. If ids
+repeat, there may be fewer *distinct* ids than bags. Then each distinct id has a slot: its row
+is sent once, and the device of the examples adds rows for its bags, and gradients for its ids::
 
     ids         column                   device of the examples -> owner of the rows
     forward     the row of each id       owner of the rows -> device of the examples
     backward    its gradient             device of the examples -> owner of the rows
 
-Ids may be *keys*, of which only an owner knows the columns, see `keys_sent`. They are always
-distinct ids, and where a pair has too few places, their sender has to take another way.
+Ids may be *keys* whose columns only the owner can look up, see `keys_sent`. These are always
+sent as distinct ids. If a pair has too few places, the caller has to gather in another way.
 """
 
 from __future__ import annotations
@@ -54,22 +54,23 @@ from sparsejax.mesh.per_device import (
 )
 from sparsejax.sparse import CSR, Transposed, segment_ids, sums_so_far
 
-# The product of a matrix and an array, added in float32; rounded to a dtype if it is narrower.
+# The product of a matrix and an array, summed in float32; rounded to the dtype if it is narrower.
 Add = Callable[[CSR, jax.Array, np.dtype | None], jax.Array]
 
-# Places by default, as a multiple of an even share, and in deviations of a random share. From
-# 64 ids on the first is more. The number of distinct ids changes less from batch to batch.
+# Default number of places: a multiple of an even share, or an even share plus this many standard
+# deviations of a random share. From 64 ids on the multiple is larger. The number of distinct ids
+# varies less between batches.
 _ROOM, _DISTINCT_ROOM, _DEVIATIONS = 1.5, 1.2, 4
-# Places for items that an owner gets from a device, as a multiple of an even share. Items are
-# numbered as they first occur, so popular ones are neighbours, and one owner may get many. With
-# two owners each has places for all items of a device.
+# Places for items that a device sends to an owner, as a multiple of an even share. Items are
+# numbered as they first occur, so popular items are neighbours, and one owner may get many. With
+# two owners, each has places for all items of a device.
 _ONE_EACH_ROOM = 2.0
 
 
 def places(even: float, room: float | None, default: float = _ROOM) -> int:
-    """Places for a share of ids: `room` times an even one.
+    """The number of places for a share of ids: `room` times an even share.
 
-    None is `default` times, or four deviations of a random share if that is more.
+    If `room` is None: `default` times, or plus four standard deviations if that is more.
     """
     if room is not None:
         return max(1, math.ceil(room * even))
@@ -80,10 +81,10 @@ class Slots(NamedTuple):
     """The capacities of an exchange.
 
     Attributes:
-      ids: number of ids of a device.
-      places: ids of a device that one owner has.
-      count: slots of each pair of devices.
-      distinct: whether a slot is a distinct id, and not a bag.
+      ids: most ids of a device.
+      places: most ids that a device sends to one owner.
+      count: number of slots for each pair of devices.
+      distinct: whether each slot is for a distinct id; otherwise each is for a bag.
     """
 
     ids: int
@@ -102,11 +103,11 @@ def slots_for(
     owner_rows: int | None = None,
     distinct: float | None = None,
 ) -> Slots:
-    """Slots for `entries` ids of a device, for its `bags`; see `divided`.
+    """The capacities for `entries` ids and `bags` bags of a device; see `divided`.
 
-    They are distinct ids if there are fewer of these.
+    Slots are distinct ids if there are fewer distinct ids than bags.
     """
-    # A device whose examples have far more ids than others gathers too.
+    # If a device's examples have far more ids than others, all devices gather, too.
     mine = places(entries, room)
     share = 1 / model if share is None else share
     count = min(mine, places(entries * share, room))
@@ -133,7 +134,7 @@ class Sent(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The total number of bytes."""
         return sum(self)
 
 
@@ -157,30 +158,30 @@ def bytes_sent(
     >>> bytes_sent(8 * 4096, 8 * 4096, 16, data=1, model=8)
     Sent(ids=43008, sums=344064, gradients=344064)
 
-    They are those of a step in which all ids have places. A ring is assumed: of G devices, a
-    gather of b bytes of each sends (G - 1) b, an all-to-all of b bytes (G - 1) / G b, and an
-    all-reduce 2 (G - 1) / G b.
+    The numbers are for a step in which no pair has too few places. A ring is assumed: with G
+    devices, a gather of b bytes from each device sends (G - 1) b, an all-to-all of b bytes
+    (G - 1) / G b, and an all-reduce 2 (G - 1) / G b.
 
     Args:
       rows: bags of the batch: examples times the bags of an example.
-      entries: ids of the batch that there is room for.
+      entries: capacity of the batch for ids.
       dim: width of a row.
-      data: size of the axis.
-      model: size of the axis.
-      wire_dtype: dtype in which sums and gradients cross.
+      data: size of the axis "data".
+      model: size of the axis "model".
+      wire_dtype: dtype in which sums and gradients are sent.
       room: number of places for ids of each pair of devices, relative to an even share;
         None is the default of `places`.
-      weighted: whether ids have weights (as those of a mean).
-      share: part of a device's ids that the owner of most has, on average.
-      owner_rows: most rows of a device for which one owner may have ids.
-      distinct: distinct ids that a device has on average of the owner of most.
-      replicated_rows: rows of the kernel, if every device has them all.
+      weighted: whether ids have weights (as for a mean).
+      share: average fraction of a device's ids that are owned by the owner of most.
+      owner_rows: most rows of a device that may have ids of one owner.
+      distinct: average number of a device's distinct ids that are owned by the owner of most.
+      replicated_rows: number of rows of the kernel if each device has all rows.
     """
     devices, size = data * model, jnp.dtype(wire_dtype).itemsize
     mine, of_id = -(-entries // devices), 8 + 4 * weighted
     if replicated_rows is not None:
         if adds_all(replicated_rows, entries):
-            # In float32, and of each row whether it was touched.
+            # Gradients in float32, and a flag for each row that was touched.
             reduced = 2 * (devices - 1) * replicated_rows * (dim + 1) * 4 // devices
             return Sent(0, 0, reduced)
         others = devices - 1
@@ -200,35 +201,35 @@ def bytes_sent(
         )
     room_for = min(mine, slots.places)
     if slots.distinct:
-        of_id = 4  # bags and weights stay
+        of_id = 4  # bags and weights are not sent
     ids = (model - 1) * room_for * of_id + (data - 1) * model * room_for * of_id
     sums = (model - 1) * slots.count * dim * size
     return Sent(ids, sums, sums + (data - 1) * model * slots.count * dim * size)
 
 
 def adds_all(num_rows: int, entries: int) -> bool:
-    """Whether the gradient of a replicated kernel is cheaper to add as a whole.
+    """Whether an all-reduce of the dense gradient of a replicated kernel is cheaper.
 
-    If not, every device gathers the ids and gradients of all others.
+    If not, every device gathers the ids and gradients of all other devices.
     """
     return 2 * num_rows <= entries
 
 
 class Route(NamedTuple):
-    """Which ids go where. Leaves are `[data, model, n]`, each device's own.
+    """Where the ids of a batch are sent. Leaves are `[data, model, n]`: each device has its own.
 
     Attributes:
       owned: `[model * slots, columns]`: the entries of this device's columns, by slot, from all
-        devices along "model". A distinct id has one entry, and none is its column `columns`,
-        whose row nobody reads.
+        devices along "model". A slot for a distinct id has one entry; if the slot is empty,
+        its column is `columns`, a row that nobody reads.
       asked: `[bags, model * slots]`: the slots, of all owners, that each bag of this device
-        adds. `asked`, `bags` and `beside` are None if "model" is 1 and slots are no distinct
-        ids: slots are then bags.
-      bags: `[model * slots]`: the bag of each of these slots; their number if it is empty. Of
-        distinct ids the transpose of `asked`: a slot has several bags.
-      crowded: `[1]` whether a device has too few places for some other, on any device.
-      beside: results that the owner computes from the sums of `owned` before they
-        cross, by a function that reads them. They have no gradient.
+        adds. `asked`, `bags` and `beside` are None if "model" is 1 and slots are for bags:
+        then the slots are this device's bags.
+      bags: `[model * slots]`: the bag of each of these slots; the number of bags if a slot is
+        empty. For distinct ids, the transpose of `asked`: a slot has several bags.
+      crowded: `[1]` whether any device has too few places for another device.
+      beside: function that an owner calls with the function that reads the sums of `owned`. It
+        computes further results, which have no gradient, and returns the sums.
     """
 
     owned: CSR
@@ -239,7 +240,7 @@ class Route(NamedTuple):
 
     @property
     def distinct(self) -> bool:
-        """Whether slots are distinct ids."""
+        """Whether the slots are for distinct ids."""
         return isinstance(self.bags, CSR)
 
 
@@ -252,18 +253,19 @@ class Route(NamedTuple):
 class DividedRows:
     """A `[rows, num_cols]` sparse matrix whose rows are divided over all devices.
 
-    Every device has all columns of its rows, the next rows after those of the device before.
+    Every device has all columns of its rows. Rows are numbered in the order of the devices.
     It is made for one kernel, whose rows are divided over "model" (`route`) or replicated.
 
-    `gather_matmul` and row gradients take it, under `jax.set_mesh`. A method whose comment
-    says *within* is of a device's own part, `own_block(x)`, within
+    `gather_matmul` and row gradients take it, under `jax.set_mesh`. A method whose docstring
+    begins with "In `shard_map`" is called with a device's own part, `own_block(x)`, in
     `layout.call_on_each_device`.
 
     Attributes:
       parts: the rows of each device; leaves are `[data, model, n]`.
-      route: for a kernel that is divided.
-      nse: number of entries that there is room for on all devices (static).
-      wire_dtype: the widest in which sums and gradients cross; None for their own (static).
+      route: destinations of the ids; None if the kernel is replicated.
+      nse: capacity for entries on all devices together (static).
+      wire_dtype: widest dtype in which sums and gradients are sent; None sends their own dtype
+        (static).
     """
 
     parts: CSR
@@ -278,7 +280,7 @@ class DividedRows:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, of all devices."""
+        """Number of rows of all devices together."""
         data, model = self.parts.indptr.shape[:2]
         return data * model * self.parts.num_rows
 
@@ -294,11 +296,11 @@ class DividedRows:
 
     @property
     def kernel_spec(self) -> P:
-        """How the kernel is divided."""
+        """The partition spec of the kernel."""
         return P() if self.route is None else P("model")
 
     def crowded(self) -> Bool[Array, ""] | None:
-        """Whether all ids are gathered in this step; None if that cannot be."""
+        """Whether all ids are gathered in this step; None if they are never gathered."""
         if self.route is None or self.route.crowded is None:
             return None
         return call_on_each_device(
@@ -309,16 +311,16 @@ class DividedRows:
         )
 
     def certain(self) -> DividedRows:
-        """The same rows, marked as having enough places for all ids."""
+        """This matrix, marked as having enough places for all ids."""
         if self.route is None:
             return self
         return dataclasses.replace(self, route=self.route._replace(crowded=None))
 
     def sorted_ahead(self) -> DividedRows:
-        """These rows, with the entries sorted for their gradients while rows cross.
+        """This matrix, with entries that are sorted for their gradients while rows are sent.
 
-        Otherwise that waits for the layers' gradients, and little works while rows cross. With
-        several devices along "data" the entries of all of these are sorted, and it stays there.
+        Otherwise sorting waits for the layers' gradients, and little runs while rows are sent.
+        With several devices along "data" the matrix does not change: entries of all are sorted.
         """
         route = self.route
         if route is None or not self.crosses or axis_sizes()[0] > 1:
@@ -328,7 +330,7 @@ class DividedRows:
         return dataclasses.replace(self, route=route._replace(owned=owned))
 
     def read_after(self, x: jax.Array) -> DividedRows:
-        """The same rows, which compiled programs read only after `x` was computed."""
+        """This matrix, which compiled programs read only after `x` was computed."""
         route = self.route
         if route is None or route.asked is None:
             return self
@@ -358,24 +360,24 @@ class DividedRows:
         )
 
     def by_way(self, gather: Callable[[], Any], exchange: Callable[[], Any]) -> Any:
-        """Within: the result of the way that this step takes, a gather or an exchange."""
+        """In `shard_map`: the result of `gather()` if places are too few, else of `exchange()`."""
         assert self.route is not None
         if self.route.crowded is None:
             return exchange()
         return lax.cond(self.route.crowded[0], gather, exchange)
 
     def block(self) -> CSR:
-        """Within: this device's columns of the rows of all along "model", by a gather."""
+        """In `shard_map`: this device's columns of the rows of all devices along "model"."""
         assert self.route is not None
         x = gathered_columns(self.parts, self.route.owned.num_cols)
         return _cut(x, self.nse)
 
     def block_slopes(self, dy: jax.Array) -> jax.Array:
-        """Within: the gradients of the rows of `block`, by a gather."""
+        """In `shard_map`: the gradients of the rows of `block`, by a gather."""
         return lax.all_gather(dy, "model", tiled=True)
 
     def after(self, zero: Int[Array, ""]) -> DividedRows:
-        """Within: the same rows, whose gradients are exchanged only after `zero` was computed."""
+        """In `shard_map`: this matrix; its gradients are exchanged after `zero` is computed."""
         route = self.route
         assert route is not None
         bags = route.bags
@@ -386,7 +388,7 @@ class DividedRows:
         return dataclasses.replace(self, route=route._replace(bags=bags))
 
     def owned_slopes(self, dy: jax.Array, add: Add) -> jax.Array:
-        """Within: the gradients of the rows of `route.owned`, in the dtype that crosses."""
+        """In `shard_map`: the gradients of the rows of `route.owned`, in the dtype of sending."""
         assert self.route is not None
         bags = self.route.bags
         if bags is None:
@@ -398,12 +400,12 @@ class DividedRows:
         return _crossing(_exchanged, self._narrow(sent))
 
     def sent_back(self, read: Callable[[], jax.Array]) -> jax.Array:
-        """Within: the sums or rows of this device's slots, if `read` gives those of
-        `route.owned`."""
+        """In `shard_map`: the sums or rows of this device's slots, received from owners. `read`
+        computes those of `route.owned`."""
         assert self.route is not None
         beside = self.route.beside
         sums = read() if beside is None else beside(read)
-        if axis_sizes()[1] == 1:  # they stay here
+        if axis_sizes()[1] == 1:  # the device itself is the owner
             return sums
         return _crossing(_exchanged, self._narrow(sums))
 
@@ -413,11 +415,11 @@ class DividedRows:
         add: Add,
         dtype: np.dtype,
     ) -> jax.Array:
-        """Within: the sums of this device's rows.
+        """In `shard_map`: the sums of this device's rows.
 
         Args:
-          read: the sums of a matrix whose columns are this device's part of the kernel. It
-            may round them to a dtype that is narrower, the second argument.
+          read: function that sums rows of this device's part of the kernel, for a matrix with
+            these columns. It may round sums to its second argument, a narrower dtype.
           add: the product of a matrix and an array; sums are computed in float32.
           dtype: dtype of the result.
         """
@@ -433,12 +435,12 @@ class DividedRows:
             total = lax.psum_scatter(wide, "model", scatter_dimension=0, tiled=True)
             return total.astype(dtype)
 
-        # Rows cross in any case, while layers that do not need them work: the host waits for
-        # the condition after that.
+        # Rows are sent in any case: other layers compute meanwhile. After that the host waits
+        # for the condition.
         wire = self.wire_dtype if axis_sizes()[1] > 1 else None
         came = self.sent_back(lambda: read(owned, wire))
         if owned.transposed is not None:
-            # So they are sorted before the rows are waited for.
+            # The dependency starts the sort before the program waits for the rows.
             asked = _after(asked, jnp.minimum(owned.transposed.indptr[0], 0))
         return self.by_way(gather, lambda: add(asked, came, None).astype(dtype))
 
@@ -459,7 +461,7 @@ class DividedRows:
 
 
 def narrower(dtype: np.dtype, wire: np.dtype | None) -> np.dtype:
-    """The dtype in which numbers cross: `wire`, unless it has more bits than they have."""
+    """The dtype in which numbers are sent: `wire`, unless `dtype` has fewer bits."""
     return dtype if wire is None or wire.itemsize >= dtype.itemsize else wire
 
 
@@ -472,7 +474,7 @@ def _without_leaves(x: CSR | None) -> CSR | None:
 
 
 def _after(x: CSR, zero: Int[Array, ""]) -> CSR:
-    """The same matrix, which compiled programs read only after they have computed `zero`."""
+    """The matrix `x`, which compiled programs read only after they have computed `zero`."""
     leaves = (x.data, x.indices, x.indptr + zero, None)
     return CSR.tree_unflatten(x.num_cols, leaves)
 
@@ -484,7 +486,7 @@ def _cut(x: CSR, nse: int) -> CSR:
 
 
 def slots_for_each(ids: int, distinct: int, *, model: int) -> Slots:
-    """Slots of `one_each` for so many ids of a device."""
+    """The capacities of `one_each` for a device's `ids` and `distinct` ids."""
     room = 1.0 if model == 1 else _ONE_EACH_ROOM
     return slots_for(ids, ids, model=model, room=room, distinct=distinct / model)
 
@@ -496,16 +498,16 @@ def one_each(
     distinct: int,
     wire_dtype: jax.typing.DTypeLike | None = None,
 ) -> DividedRows:
-    """Rows with one column each, and their way to the owners of a kernel's rows.
+    """Rows with one column each, and their route to the owners of a kernel's rows.
 
-    A distinct id crosses once, also along "data", where devices exchange the gradients of all
+    A distinct id is sent once. Devices along "data" then exchange the gradients of all
     distinct ids.
 
     Args:
-      ids: columns; -1 makes an empty row. All devices divide them evenly.
+      ids: columns; -1 makes an empty row. The number of ids must be a multiple of the devices.
       num_cols: number of columns.
-      distinct: the most distinct ids that a device has.
-      wire_dtype: dtype in which rows and gradients cross; None is the kernel's.
+      distinct: the most distinct ids of a device.
+      wire_dtype: dtype in which rows and gradients are sent; None is the kernel's.
     """
     data, model = axis_sizes()
     slots = slots_for_each(len(ids) // (data * model), distinct, model=model)
@@ -533,9 +535,9 @@ def one_each(
 
 
 def parts_of(x: CSR) -> CSR:
-    """The rows that each device has, of a matrix that all devices have: `DividedRows.parts`.
+    """Divides the rows of a matrix that all devices have: `DividedRows.parts`.
 
-    Differentiable in `data`. The devices must divide the rows. Nothing moves.
+    Differentiable in `data`. The devices must divide the number of rows. Nothing is sent.
     """
     data, model = axis_sizes()
     size = x.num_rows // (data * model)
@@ -569,22 +571,22 @@ def divided(
     owner_rows: int | None = None,
     distinct: float | None = None,
 ) -> DividedRows:
-    """The rows of a batch, and the way of its ids to the owners of the kernel's rows.
+    """The rows of a batch, and the route of its ids to the owners of the kernel's rows.
 
     Differentiable in `data`.
 
     Args:
       parts: the rows of each device, leaves `[data, model, n]`; all columns.
-      nse: how many entries all devices have at most.
+      nse: most entries of all devices together.
       by_rows: whether the kernel's rows are divided over "model". If not, it is replicated.
-      room: places for ids, see `places`.
-      wire_dtype: dtype in which sums and gradients cross; None is the kernel's.
-      share: the part of a device's ids that the owner of most has, on average; by default
-        that of an even one.
-      owner_rows: most rows of a device for which one owner may have ids; by default
+      room: number of places for ids, relative to an even share; see `places`.
+      wire_dtype: dtype in which sums and gradients are sent; None is the kernel's.
+      share: average fraction of a device's ids that are owned by the owner of most; by default
+        an even share.
+      owner_rows: most rows of a device that may have ids of one owner; by default
         all. If there are more, all devices gather, as with too few places.
-      distinct: how many distinct ids a device has on average of the owner of most; by default
-        as many as ids.
+      distinct: average number of a device's distinct ids that are owned by the owner of most; by
+        default the number of ids.
     """
     wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
     if not by_rows:
@@ -605,9 +607,9 @@ def divided(
 
 
 def _room_of(parts: CSR, nse: int, **how: Any) -> tuple[Slots, int, int]:
-    """Slots, how many entries a device can send, and the columns of an owner.
+    """The capacities, the most entries that a device sends, and the columns of an owner.
 
-    `how` has the other arguments of `slots_for`.
+    `how` has the further arguments of `slots_for`.
     """
     data, model = axis_sizes()
     slots = slots_for(nse / (data * model), parts.num_rows, model=model, **how)
@@ -616,14 +618,14 @@ def _room_of(parts: CSR, nse: int, **how: Any) -> tuple[Slots, int, int]:
 
 
 def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
-    """Within: sends this device's ids to their owners.
+    """In `shard_map`: sends this device's ids to their owners.
 
     Args:
       part: the rows of this device.
-      width: columns of an owner.
-      mine: how many entries a device can send.
-      count: places for each pair of devices.
-      slots: bags for each pair of devices.
+      width: number of columns of an owner.
+      mine: most entries that a device sends.
+      count: number of places for each pair of devices.
+      slots: number of slots for bags, for each pair of devices.
     """
     model, bags = axis_sizes()[1], part.num_rows
     position = jnp.arange(mine, dtype=jnp.int32)
@@ -632,13 +634,13 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     wrong = (column < 0) | (column >= part.num_cols)
     owner = jnp.where(wrong, 0, column // width)
     column = jnp.where(wrong, -1, column - owner * width)
-    owner = jnp.where(bag < bags, owner, model)  # not of padding
+    owner = jnp.where(bag < bags, owner, model)  # padding has no owner
     owner, order = lax.sort_key_val(owner, position, is_stable=True)
     column, bag = column[order], bag[order]
     starts = _first_at_least(owner, jnp.arange(model + 1, dtype=jnp.int32))
     counts = jnp.diff(starts)
 
-    # A bag gets a slot with its first entry of an owner.
+    # A bag gets a slot at its first entry of each owner.
     before = (
         jnp.concatenate([owner[:1] - 1, owner[:-1]]),
         jnp.concatenate([bag[:1], bag[:-1]]),
@@ -650,7 +652,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     crowded |= (part.indptr[-1] > mine) | (jnp.max(jnp.diff(passed[starts])) > slots)
     crowded = _on_any_device(crowded)
 
-    # The entries that each owner gets.
+    # The entries that are sent to each owner.
     every = jnp.arange(count, dtype=jnp.int32)[None]
     place = starts[:-1, None] + every
     used = every < counts[:, None]
@@ -665,7 +667,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     column, of_slot = came[..., 0], came[..., 1]
     filled = jnp.sum(of_slot < slots, axis=1, dtype=jnp.int32)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), sums_so_far(filled)])
-    # Slots in use are at the front of what has come from a device.
+    # Entries of a sender's slots in use come first in the data received from it.
     entry = jnp.arange(model * count, dtype=jnp.int32)
     device = jnp.minimum(segment_ids(before, model * count), model - 1)
     source = device * count + entry - before[device]
@@ -680,7 +682,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     of_slot = device * slots + in_order(of_slot)
     is_first = jnp.concatenate([jnp.ones(1, bool), of_slot[1:] != of_slot[:-1]])
     is_first &= entry < before[-1]
-    # Not `repeat`, which XLA computes when it compiles.
+    # Not `repeat`, which XLA evaluates at compile time.
     ptr = jnp.broadcast_to(before[1:, None], (model, slots)).reshape(-1)
     ptr = ptr.at[jnp.where(is_first, of_slot, model * slots + entry)].set(
         entry, mode="drop", unique_indices=True
@@ -688,7 +690,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     ptr = jnp.concatenate([ptr, before[-1:]])
     owned = CSR.tree_unflatten(width, (data, in_order(column), ptr, None))
 
-    # The slots that this device gets back.
+    # The slots whose sums this device receives.
     first &= slot < slots
     number = owner * slots + slot
     bag_of = jnp.full(model * slots, bags, jnp.int32)
@@ -718,16 +720,16 @@ def _first_at_least(ascending: jax.Array, bounds: jax.Array) -> jax.Array:
 
 
 def _distinct_route(part: CSR, width: int, mine: int, count: int) -> Route:
-    """Within: sends this device's distinct ids to their owners.
+    """In `shard_map`: sends this device's distinct ids to their owners.
 
     Args:
       part: the rows of this device.
-      width: columns of an owner.
-      mine: how many entries a device can send.
-      count: slots of each pair of devices.
+      width: number of columns of an owner.
+      mine: most entries that a device sends.
+      count: number of slots for each pair of devices.
     """
     model = axis_sizes()[1]
-    end = model * width  # behind the last column; of entries that do not count
+    end = model * width  # column of entries that do not count
     bag = segment_ids(part.indptr, mine)
     by_column = Transposed.of(part.columns(padding=end)[:mine], bag, end)
     column = by_column.columns
@@ -739,7 +741,7 @@ def _distinct_route(part: CSR, width: int, mine: int, count: int) -> Route:
     crowded = _on_any_device(slots.lack | (part.indptr[-1] > mine))
     sent = column.at[slots.starts[:-1]].get(mode="clip").reshape(model, count)
     sent = jnp.where(slots.filled, sent - owners[:-1, None] * width, width)
-    # An id that no owner has is a slot that there is not, which makes its bag NaN.
+    # An id that no owner has gets an invalid slot, which makes its bag NaN.
     slot = jnp.where(column < end, slots.slot, -1)
     owned = _one_each(width, _exchanged(sent).reshape(-1))
     way = slots.way_back(part, by_column.order, by_column.rows, slot)
@@ -747,11 +749,11 @@ def _distinct_route(part: CSR, width: int, mine: int, count: int) -> Route:
 
 
 class _Slots(NamedTuple):
-    """Which of a device's entries, in the order of their ids, are in which slots.
+    """The slots of a device's entries, which are sorted by id.
 
     Attributes:
       starts: `[model * count + 1]` the first entry of each slot.
-      filled: `[model, count]` whether there is an id.
+      filled: `[model, count]` whether the slot has an id.
       slot: slot of each entry.
       lack: `[]` whether an owner has more ids than slots.
     """
@@ -770,16 +772,16 @@ class _Slots(NamedTuple):
         owner: Int[Array, "entries"],
         count: int,
     ) -> _Slots:
-        """Within.
+        """In `shard_map`: assigns slots.
 
         Args:
           indptr: the first entry of each distinct id, in the order of owners.
           number: number of the distinct id of each entry.
           starts: the first entry of each owner, and the end of the entries that count.
           owner: owner of each entry.
-          count: slots of each pair of devices.
+          count: number of slots for each pair of devices.
         """
-        # Numbers of the first distinct id of each owner.
+        # The number of each owner's first distinct id.
         firsts = jnp.where(starts > 0, number.at[starts - 1].get(mode="clip") + 1, 0)
         counts = jnp.diff(firsts)
         place = jnp.arange(count, dtype=jnp.int32)[None]
@@ -799,13 +801,13 @@ class _Slots(NamedTuple):
         bag: Int[Array, "entries"],
         slot: Int[Array, "entries"],
     ) -> tuple[CSR, CSR]:
-        """`Route.asked` and `Route.bags`.
+        """The matrices `Route.asked` and `Route.bags`.
 
         Args:
           part: the rows of this device.
-          order: place in `part` of each entry.
+          order: position in `part` of each entry.
           bag: bag of each entry.
-          slot: slot that each entry asks for.
+          slot: slot whose row each entry reads.
         """
         slots, mine = self.filled.size, len(order)
         data = None if part.data is None else jnp.asarray(part.data)[:mine]
@@ -829,16 +831,16 @@ def _on_any_device(flag: Bool[Array, ""]) -> Bool[Array, ""]:
 
 
 class SentKeys(NamedTuple):
-    """Distinct ids at their owners, by their keys: the owners know the columns of these.
+    """Distinct ids, sent to their owners as keys; the owners look up the columns of the keys.
 
-    Leaves are `[data, model, n]`, each device's own.
+    Leaves are `[data, model, n]`: each device has its own.
 
     Attributes:
-      rows: the matrix, and where its ids went. All had places. In `route.owned` a column is
-        `num_cols` until the owner says which it is, or if there is none.
-      keys: arrays of numbers that tell ids apart, of each slot of `route.owned`.
-      times: how often the batch has the id of a slot; 0 where there is none; -1 for the slot,
-        without an id, that entries ask for that do not count.
+      rows: the matrix, with the route of its ids. No pair had too few places. In `route.owned`
+        a column is `num_cols` until the owner sets it, or if the id has none.
+      keys: arrays of numbers that identify the id of each slot of `route.owned`.
+      times: number of occurrences in the batch of the id of each slot; 0 for a slot without an
+        id; -1 for the empty slot that entries which do not count read.
     """
 
     rows: DividedRows
@@ -846,7 +848,7 @@ class SentKeys(NamedTuple):
     times: Int[Array, "data model slots"]
 
     def at(self, columns: Int[Array, "data model slots"]) -> SentKeys:
-        """The same with the columns at the owners."""
+        """Sets the columns of the slots at the owners."""
         route = self.rows.route
         assert route is not None
         owned = route.owned
@@ -867,30 +869,31 @@ def keys_sent(
     wire_dtype: jax.typing.DTypeLike | None,
     distinct: float,
 ) -> tuple[SentKeys, Bool[Array, ""]] | None:
-    """Sends distinct ids to their owners by keys; see `divided`.
+    """Sends distinct ids to their owners as keys; see `divided`.
 
     Args:
-      parts: the rows of each device; a column below 0 makes its row NaN, others are not read.
+      parts: the rows of each device; a column below 0 makes its row NaN, other columns are not
+        read.
       numbers: hashes of the entries' keys. They divide 2^32 evenly among the owners;
-        equal keys have equal ones.
-      keys: arrays of 32-bit numbers, of the entries.
+        equal keys have equal hashes.
+      keys: arrays of 32-bit numbers, one for each entry.
       wanted: which entries count. Others add nothing to their rows.
-      nse: how many entries all devices have at most.
+      nse: most entries of all devices together.
       room: number of places for ids of each pair of devices, relative to an even share;
         None is the default of `places`.
-      wire_dtype: dtype in which sums and gradients cross; None is the kernel's.
-      distinct: how many distinct ids a device has on average of an owner.
+      wire_dtype: dtype in which sums and gradients are sent; None is the kernel's.
+      distinct: average number of a device's distinct ids that one owner has.
 
     Returns:
-      The ids, and whether a device has too few places for some other. None if distinct ids
-      are not fewer, so that sums should cross.
+      The ids, and whether a pair of devices has too few places. None if there are not fewer
+      distinct ids than bags, so that it is cheaper to send sums.
     """
     if axis_sizes()[1] == 1:
         return None
     slots, mine, width = _room_of(parts, nse, room=room, distinct=distinct)
     if not slots.distinct:
         return None
-    # Entries that do not count ask for one more slot, which is empty.
+    # Entries that do not count read one more slot, which is empty.
     count = min(mine, slots.count) + 1
 
     def part(part, numbers, keys, wanted):
@@ -913,7 +916,7 @@ def _keys_route(
     mine: int,
     count: int,
 ) -> tuple[Route, Any, Int[Array, "slots"]]:
-    """Within: the way of a device's distinct keys, the keys that have come, and how often."""
+    """In `shard_map`: the route of a device's keys, the keys received, and their counts."""
     model, last = axis_sizes()[1], np.uint32(0xFFFFFFFF)
     bag = segment_ids(part.indptr, mine)
     wrong = jnp.asarray(part.indices)[:mine] < 0
@@ -923,7 +926,8 @@ def _keys_route(
     number, order = lax.sort_key_val(number, position, is_stable=True)
     here = number < last
     keys = jax.tree.map(lambda word: word[order], keys)
-    # A key between two equal ones of the same number makes them two: the owner finds both.
+    # If another key with the same hash is between two equal keys, they get two slots: the owner
+    # looks up both.
     words = (number, *jax.tree.leaves(keys))
     first = here & functools.reduce(
         operator.or_, (jnp.append(True, w[1:] != w[:-1]) for w in words)
@@ -954,21 +958,21 @@ def _keys_route(
 
     slot = jnp.where(here, slots.slot, jnp.where(wrong[order], -1, empty))
     way = slots.way_back(part, order, bag[order], slot)
-    # Its owner says which columns these are.
+    # The owner sets these columns later.
     owned = _one_each(width, jnp.full(model * count, width, jnp.int32))
     route = Route(owned, *way, crowded[None])
     return route, jax.tree.unflatten(kind, came), times.astype(jnp.int32)
 
 
 def _exchanged(values: jax.Array) -> jax.Array:
-    """The p-th part of the values goes to the p-th device along "model"."""
+    """Sends the p-th part of the values to the p-th device along "model"."""
     if axis_sizes()[1] == 1:
         return values
     return lax.all_to_all(values, "model", split_axis=0, concat_axis=0, tiled=True)
 
 
 def _crossing(move: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.Array:
-    """`move(values)`, as bits: XLA widens bfloat16 where a device does not compute in it."""
+    """`move(values)` as bits: XLA would widen bfloat16 if a device does not compute in it."""
     if values.dtype.itemsize > 2:
         return move(values)
     bits = lax.bitcast_convert_type(values, jnp.uint16)
@@ -976,13 +980,13 @@ def _crossing(move: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.
 
 
 class OwnTerms(NamedTuple):
-    """Within: the terms of the gradients of a device's rows, over all of "data".
+    """In `shard_map`: the terms of the gradients of a device's rows, from all along "data".
 
     Attributes:
       column: column of each entry; `width` if it does not count.
-      row: row of each entry, in `slopes`.
+      row: row of `slopes` that each entry reads.
       data: value of each entry, or None if all are 1.
-      slopes: gradients of sums, in the dtype in which they have come.
+      slopes: gradients of sums, in the dtype in which they were received.
     """
 
     column: Int[Array, "entries"]
@@ -994,7 +998,7 @@ class OwnTerms(NamedTuple):
 def own_terms(
     x: DividedRows, dy: jax.Array, width: int, add: Add, *, gather: bool
 ) -> OwnTerms:
-    """Within: the terms of one matrix, by a gather or an exchange.
+    """In `shard_map`: the terms of one matrix, by a gather or an exchange.
 
     A device has `width` rows of the kernel.
     """

@@ -1,8 +1,8 @@
-"""Copies between rows in the memory of the host and the devices.
+"""Copies of rows between the memory of the host and of the devices.
 
-A GPU copies from and to memory that is *pinned* at the speed of its bus, and several times
-slower from and to other memory. So rows are gathered into pinned memory, which is kept, by
-several threads: a new array would cost more than to fill it, since its pages have to be found.
+A GPU copies from and to *pinned* memory at the speed of its bus, and several times
+slower from and to other memory. So several threads gather rows into pinned memory, which is
+kept: filling a new array would take longer, since its pages have to be mapped.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from numpy.typing import DTypeLike
 from sparsejax.mesh.layout import default_device, mesh_is_set
 
 _PINNED = "pinned_host"
-# Shapes of buffers that are kept.
+# Most shapes of which buffers are kept.
 _MOST_KEPT = 8
-# Rows that are not worth a further thread.
+# With fewer rows a further thread is not worthwhile.
 _FEW = 512
 
 
@@ -38,7 +38,7 @@ def _threads() -> concurrent.futures.ThreadPoolExecutor:
 
 @functools.cache
 def beside(name: str) -> concurrent.futures.ThreadPoolExecutor:
-    """A thread for work beside that of the caller; it may itself use `in_parts`."""
+    """A thread pool with one thread, beside the caller's; its work may use `in_parts`."""
     return concurrent.futures.ThreadPoolExecutor(1, f"sparsejax-{name}")
 
 
@@ -47,7 +47,7 @@ def _count() -> int:
 
 
 def in_parts(count: int, work: Callable[[slice], None]) -> None:
-    """Calls `work` with parts of `count` rows, by several threads. NumPy copies without the GIL."""
+    """Calls `work` on slices of `count` rows in several threads; NumPy copies without the GIL."""
     parts = min(_count(), -(-count // _FEW))
     if parts <= 1:
         work(slice(0, count))
@@ -59,20 +59,20 @@ def in_parts(count: int, work: Callable[[slice], None]) -> None:
 def reserved(
     shape: Sequence[int], dtype: DTypeLike, folder: str | os.PathLike[str] | None
 ) -> np.ndarray:
-    """Zeros, in memory or in a file of a folder.
+    """An array of zeros, in memory or in a file of a folder.
 
-    The file has no name: its room is free again when the array has gone, however the process
-    ends.
+    The file has no name: its disk space is free again when the array is deleted or the process
+    ends, in whatever way.
 
     Raises:
-      OSError: there is no such folder, or no room.
+      OSError: the folder does not exist, or the disk is full.
     """
     if folder is None:
         return np.zeros(shape, dtype)
     size = math.prod(shape) * np.dtype(dtype).itemsize
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            # All of it now: a write to a full disk later would end the process.
+            # Allocated now: a write to a full disk later would kill the process.
             os.posix_fallocate(file.fileno(), 0, size)
             whole = mmap.mmap(file.fileno(), size)
     except OSError as error:
@@ -85,10 +85,10 @@ def reserved(
 
 
 class Buffer:
-    """Rows that are on their way to the devices.
+    """Rows that are copied to the devices.
 
     Attributes:
-      parts: for each device along "model", `[room, ...]`.
+      parts: an array `[room, ...]` for each device along "model".
     """
 
     def __init__(self, devices: int, shape: Sequence[int], dtype: DTypeLike):
@@ -108,13 +108,13 @@ class Buffer:
         self.parts = self._views[:devices]
 
     def wait(self) -> None:
-        """Waits until it can be written again."""
+        """Waits until the copies are done, so that the buffer can be written again."""
         if self._sent is not None and not self._sent.is_deleted():
             self._sent.block_until_ready()
         self._sent = None
 
     def sent(self) -> jax.Array:
-        """`[devices * room, ...]` on the devices, soon; do not write the parts meanwhile."""
+        """Starts the copies; returns `[devices * room, ...]`. Do not write the parts meanwhile."""
         if not self._pinned:
             return by_device(self._whole)
         for place, view in enumerate(self._views[len(self.parts) :]):
@@ -138,13 +138,13 @@ class Buffer:
 
 
 class Buffers:
-    """Buffers that are used again."""
+    """A pool of pinned host buffers."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple, tuple[Buffer, Buffer]] = {}
 
     def everywhere(self, name: str, array: np.ndarray) -> jax.Array:
-        """The array, whole, on each device."""
+        """Copies the whole array to each device."""
         if mesh_is_set():
             lies = NamedSharding(jax.sharding.get_mesh(), P())
             return jax.device_put(array, lies)
@@ -155,8 +155,8 @@ class Buffers:
     def one(
         self, name: str, devices: int, shape: Sequence[int], dtype: DTypeLike
     ) -> Buffer:
-        """A buffer that nothing reads any more."""
-        if not _pins():  # a CPU does not copy, but reads the array itself
+        """A buffer of this name and shape whose earlier copies are done."""
+        if not _pins():  # a CPU reads the array itself: a buffer cannot be reused
             return Buffer(devices, shape, dtype)
         key = name, devices, tuple(shape), str(dtype)
         one, other = self._kept.pop(key, None) or (
@@ -164,21 +164,21 @@ class Buffers:
             Buffer(devices, shape, dtype),
         )
         self._kept[key] = other, one
-        if len(self._kept) > _MOST_KEPT:  # that was not used for longest
+        if len(self._kept) > _MOST_KEPT:  # the least recently used is dropped
             del self._kept[next(iter(self._kept))]
         one.wait()
         return one
 
 
 def by_device(array: np.ndarray) -> jax.Array:
-    """An array that has a part for each device along "model"."""
+    """An array on the devices, with one part for each device along "model"."""
     if not mesh_is_set():
         return jax.numpy.asarray(array)
     return jax.device_put(array, NamedSharding(jax.sharding.get_mesh(), P("model")))
 
 
 def leaving(array: jax.Array) -> jax.Array:
-    """Begins to copy an array to the host."""
+    """Starts to copy an array to the host."""
     if not _pins():
         array.copy_to_host_async()
         return array
@@ -190,13 +190,13 @@ def leaving(array: jax.Array) -> jax.Array:
 
 
 def arrived(array: jax.Array) -> list[np.ndarray]:
-    """The copies of `leaving`, for each device along "model"; waits for them."""
+    """Waits for the copies that `leaving` started; returns one for each device along "model"."""
     parts = {s.index[0].start or 0: s.data for s in array.addressable_shards}
     return [np.asarray(parts[start]) for start in sorted(parts)]
 
 
 def _devices() -> np.ndarray:
-    """`[data, model]`: the devices."""
+    """The devices as an array `[data, model]`."""
     if mesh_is_set():
         return jax.sharding.get_mesh().devices
     return np.array([default_device()])
@@ -204,12 +204,12 @@ def _devices() -> np.ndarray:
 
 @functools.cache
 def _pins() -> bool:
-    """Whether the devices have pinned memory, which is not their own."""
+    """Whether the devices have pinned host memory apart from their own memory."""
     kinds = {memory.kind for memory in default_device().addressable_memories()}
     return jax.default_backend() == "gpu" and _PINNED in kinds
 
 
 def _view(array: jax.Array) -> np.ndarray:
-    """The memory of an array that is in pinned memory."""
+    """A NumPy view of an array in pinned memory."""
     where = (ctypes.c_byte * array.nbytes).from_address(array.unsafe_buffer_pointer())
     return np.frombuffer(where, array.dtype).reshape(array.shape)

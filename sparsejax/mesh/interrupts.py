@@ -23,12 +23,12 @@ _IMPORTER = "<frozen importlib._bootstrap>"
 
 
 def is_told_to_end() -> bool:
-    """Whether `note` was called, or a signal came within `noted` or `deferred`."""
+    """Whether `note` was called, or a signal was caught by `noted` or `deferred`."""
     return _told_to_end
 
 
 def note(number: int | None = None) -> None:
-    """Tells this process to end, from now on; `number` is the signal, if there was one."""
+    """Requests the end of this process; `number` is the signal, if there was one."""
     global _told_to_end, _number
     _told_to_end = True
     if number is not None:
@@ -42,15 +42,15 @@ def status() -> int:
 
 @contextlib.contextmanager
 def noted(advice: Callable[[], str] | None = None) -> Iterator[None]:
-    """While this context is open, a SIGINT or a SIGTERM raises KeyboardInterrupt, and is noted.
+    """While this context is open, SIGINT and SIGTERM raise KeyboardInterrupt, and are noted.
 
     Python ignores exceptions in some places, such as callbacks of its garbage collector. A
-    signal that comes there is not lost: it is noted, so `fit` ends. After `ending.watch`
-    the process ends soon in any case.
+    signal is not lost there: it is noted, so `fit` ends. After `ending.watch` the process
+    ends soon in any case.
 
     Args:
-      advice: function that makes the end of the line that reports the interrupt, such as how to
-        continue.
+      advice: function that returns the end of the line that reports the interrupt, such as a
+        command that continues the run.
     """
     global _told_to_end, _number
     _number = None
@@ -69,12 +69,12 @@ def noted(advice: Callable[[], str] | None = None) -> Iterator[None]:
 def deferred(is_worth: Callable[[], bool]) -> Iterator[None]:
     """Only notes a first SIGINT, while this context is open; a second raises KeyboardInterrupt.
 
-    Within `noted` the same holds for a SIGTERM. The user's own handlers stay. If a signal
-    came and the block ends without an exception, KeyboardInterrupt is raised after it.
+    Inside `noted`, SIGTERM is treated in this way, too. The user's own handlers stay. If a
+    signal came and the block ends without an exception, KeyboardInterrupt is raised after it.
 
     Args:
-      is_worth: whether there is work to save. A command ends at once where there is none,
-        see `ending.keeping`.
+      is_worth: function that returns whether there is work to save. If not, a command ends at
+        once, see `ending.keeping`.
     """
     global _told_to_end
     before = _told_to_end
@@ -120,7 +120,7 @@ def uninterrupted() -> Iterator[None]:
 
     So no handler can raise, for example KeyboardInterrupt, between two statements.
     """
-    if threading.current_thread() is not threading.main_thread():  # it gets all signals
+    if threading.current_thread() is not threading.main_thread():  # handlers run there
         yield
         return
     handlers = {}
@@ -145,9 +145,8 @@ def _all_signals() -> list[int]:
     return [int(number) for number in signal.valid_signals()]
 
 
-# This is the function in C. Its wrapper makes an enumeration of each handler, and a
-# step asks for 64. From Python 3.13 on the wrapper does not say which function it
-# wraps.
+# `signal.getsignal` in C. Its Python wrapper makes an enumeration of each handler, and a
+# step calls it 64 times. From Python 3.13 on the wrapper has no `__wrapped__`.
 _getsignal = getattr(signal, "_signal", signal).getsignal
 
 
@@ -164,9 +163,10 @@ def _install(handlers: dict[int, Callable[..., Any]]) -> None:
 
 
 def _handle(numbers: set[int], handlers: dict[int, Callable[..., Any]]) -> None:
-    """Calls the handlers of all of these signals, even if one of them raises.
+    """Calls the handlers of all these signals, even if one of them raises.
 
-    A signal that is sent once more would count as a second one, see `ending.watch`.
+    The handlers are called directly: a signal sent again would count as a second one, see
+    `ending.watch`.
     """
     try:
         while numbers:
@@ -179,7 +179,7 @@ def _handle(numbers: set[int], handlers: dict[int, Callable[..., Any]]) -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     note(number)
-    if _is_importing(frame):  # a module in C++ that meets an exception may abort
+    if _is_importing(frame):  # a C++ module that gets an exception may abort
         ending.leave(number)
     raise KeyboardInterrupt
 

@@ -1,12 +1,12 @@
-"""Compiled programs in a folder, found again without being traced.
+"""A cache on disk of compiled programs, which are found without tracing.
 
 JAX's own cache finds a program by its lowered text, so each process traces and lowers
-its programs before it finds them there. Here a program's key is everything that tracing
-reads: the sources of these packages and the versions of those below, the devices, JAX's
-settings, and the arguments, of arrays all but their values.
+its programs before it finds them there. Here the key of a program has everything that tracing
+reads: the sources of our packages and the versions of their dependencies, the devices, JAX's
+settings, and the arguments (for arrays, all except their values).
 
-Arguments may name functions and classes of these packages and of those below, no others.
-So programs of a model of one's own are not kept: its sources are not known here.
+Arguments may name only functions and classes of our packages and their dependencies. So
+programs for a user's own model are not cached: the sources of the model are unknown here.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ import sparsejax
 from sparsejax import kept_files, processors
 from sparsejax.mesh.layout import default_device, device_memory, mesh_is_set
 
-# The least recently used programs are removed beyond this.
+# If the folder is larger than this, the least recently used programs are removed.
 MAX_BYTES = 2**30
 
 _SUFFIX = ".program"
-_SEAL = 16  # bytes at the beginning of a file
+_SEAL = 16  # bytes of the checksum at the start of a file
 _OURS = sparsejax, pallas_kernels
 _PACKAGES = "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes"
 _OF_CUDA = "jax_cuda", "nvidia_"
-# Arguments may name their functions and classes: sources and versions identify these.
+# Arguments may name functions and classes of these packages: the key has their sources or
+# versions.
 _KNOWN = {"pallas_kernels", "sparsejax", *_PACKAGES, *sys.stdlib_module_names}
-# Settings of JAX that say where programs are kept, not which they are.
+# Settings of JAX about where programs are cached, which do not change the programs.
 _PLACES = (
     "jax_compilation_cache_",
     "jax_enable_compilation_cache",
     "jax_persistent_cache_",
 )
-_VARIABLES = "JAX_", "LIBTPU_", "TF_", "XLA_"  # of the environment
+_VARIABLES = "JAX_", "LIBTPU_", "TF_", "XLA_"  # prefixes of environment variables
 
 _folder: _Folder | None = None
 
@@ -70,10 +71,10 @@ def kept_in(folder: pathlib.Path, *, since: float) -> Generator[None]:
     Errors are ignored: a program that cannot be read is compiled.
 
     Args:
-      folder: folder in which only this user can write, since a program that is read can do
-        anything.
-      since: time at which this process began to import modules. If one of ours was changed
-        later, nothing is kept: the file may differ from the imported module.
+      folder: folder in which only this user can write, since loading a program may run any
+        code.
+      since: time at which this process began to import modules. If one of our sources was
+        changed later, nothing is cached: the file may differ from the imported module.
     """
     global _folder
     before, _folder = _folder, _Folder(folder, since)
@@ -89,29 +90,29 @@ def are_kept() -> bool:
 
 
 def may_compile_beside() -> bool:
-    """Whether another thread may compile programs, and run them, beside this one.
+    """Whether another thread may compile and run programs while this thread does.
 
-    On a CPU it would take the time of the other thread. On a mesh all processes must run
+    On a CPU it would slow down this thread. On a mesh all processes must run
     their programs in one order.
     """
     return are_kept() and jax.default_backend() == "gpu" and not mesh_is_set()
 
 
 class Keepable:
-    """A function under `jax.jit`, whose programs are kept within `kept_in`.
+    """A function under `jax.jit` whose programs are cached inside `kept_in`.
 
     Args:
       f: the function, which is identified by its module and its name.
       static_argnames: names of the static arguments, as for `jax.jit`.
-      inside_others: whether it may be called inside other programs, even with options
-        for the compiler. The options of the outermost program hold.
+      inside_others: whether it may be called inside other programs, even if it has options
+        for the compiler. Then the options of the outermost program apply.
       options: further options of `jax.jit`.
 
     Attributes:
-      program: the function under `jax.jit`, whose programs are not kept.
+      program: the function under `jax.jit`, whose programs are not cached.
       inside: the form that is called inside another program.
       static: names of the static arguments.
-      options: the other options.
+      options: further options of `jax.jit`.
       signature: signature of the function.
     """
 
@@ -142,19 +143,19 @@ class Keepable:
         return _folder.run(self, self.signature.bind(*arguments, **named))
 
     def compile_ahead(self, *arguments: Any, **named: Any) -> None:
-        """Compiles the program for some arguments, if programs are kept; runs nothing.
+        """Compiles the program for some arguments if programs are cached; runs nothing.
 
         A shape with a sharding stands for an array that is committed to its devices. A
         shape without one stands for an array on the default device that is not
-        committed. A call of the program meanwhile, in another thread, waits for it.
+        committed. A call of the program in another thread waits for the compilation.
         """
         self.lower_ahead(*arguments, **named)()
 
     def lower_ahead(self, *arguments: Any, **named: Any) -> Callable[[], object]:
-        """The first half of `compile_ahead`, and a call that is the second one.
+        """The first half of `compile_ahead`; returns a function that does the second half.
 
-        The first half is Python, which one thread at a time runs: it goes first where it
-        is waited for. The second half is the compiler, for another thread.
+        The first half is Python, which only one thread runs at a time. Call it before other
+        threads need Python. The second half is the compiler, which another thread may run.
         """
         if _folder is None:
             return _nothing
@@ -166,8 +167,8 @@ class _Types(NamedTuple):
 
     Attributes:
       static: the static arguments, with their types.
-      tree: the structure of the others.
-      leaves: shape, dtype and place of each array of them.
+      tree: the structure of the other arguments.
+      leaves: shape, dtype and placement of each array in the other arguments.
       mesh: the mesh that is set.
       settings: settings of JAX.
     """
@@ -180,7 +181,7 @@ class _Types(NamedTuple):
 
 
 class _Folder:
-    """The programs in a folder, and the ones that are loaded already."""
+    """A folder of cached programs, and the programs that are loaded already."""
 
     def __init__(self, path: pathlib.Path, since: float):
         self._path, self._since = path, since
@@ -216,7 +217,7 @@ class _Folder:
     def _ready(
         self, keepable: Keepable, types: _Types, bound: inspect.BoundArguments
     ) -> Callable[..., Any]:
-        """The program, which only one thread makes."""
+        """The program for these types; it is loaded or compiled in one thread only."""
         key = keepable, types
         if (program := self._loaded.get(key)) is not None:
             return program
@@ -229,8 +230,8 @@ class _Folder:
     def _taken_apart(
         self, keepable: Keepable, bound: inspect.BoundArguments
     ) -> tuple[_Types | None, list[Any], dict[str, Any]]:
-        """The key of a compiled program, and the arguments that it takes by place and by
-        name. No types if it is part of another program."""
+        """The key of a compiled program, and its positional and keyword arguments. The key is
+        None if the call is part of another program."""
         bound.apply_defaults()
         static = []
         by_place = []
@@ -258,7 +259,7 @@ class _Folder:
     def _find(
         self, keepable: Keepable, types: _Types, bound: inspect.BoundArguments
     ) -> None:
-        """Loads the program that was kept, or lowers it."""
+        """Loads the program from the folder, or lowers it."""
         key = keepable, types
         if key in self._loaded or key in self._lowered:
             return
@@ -275,8 +276,8 @@ class _Folder:
     def _compiled(
         self, path: pathlib.Path, lowered: jax.stages.Lowered
     ) -> jax.stages.Compiled:
-        """A program that is kept from now on."""
-        # JAX's own cache is not for one thread alone, so it is left on where others compile.
+        """Compiles a program and writes it into the folder."""
+        # JAX's own cache cannot be turned off for one thread, so it stays on if others compile.
         on_cpu = jax.default_backend() == "cpu"
         with _without_cache() if on_cpu else contextlib.nullcontext():
             compiled = lowered.compile()
@@ -293,13 +294,13 @@ class _Folder:
 
 
 def _nothing() -> None:
-    """Does nothing: the second half of `lower_ahead` where programs are not kept."""
+    """Does nothing: the second half of `lower_ahead` if programs are not cached."""
 
 
 def as_shapes[Tree](tree: Tree) -> Tree:
-    """A tree in which shapes stand for its arrays, for `compile_ahead` in another thread.
+    """Replaces the arrays of a tree by their shapes, for `compile_ahead` in another thread.
 
-    Arrays that the thread held could not be overwritten meanwhile: they would be copied.
+    If that thread held the arrays, the training could not overwrite them, and would copy them.
     """
 
     def shape(leaf: Any) -> Any:
@@ -320,7 +321,7 @@ def _is_traced(tree: Any) -> bool:
 
 
 def _type(leaf: Any) -> tuple[Any, ...]:
-    """The shape, dtype and placement of an argument that is an array, or becomes one."""
+    """The shape, dtype and placement of an argument that is, or becomes, an array."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         found = leaf.shape, str(leaf.dtype), leaf.weak_type
         if leaf.sharding is None:
@@ -334,7 +335,7 @@ def _type(leaf: Any) -> tuple[Any, ...]:
 
 
 def _name(keepable: Keepable, types: _Types, since: float) -> str | None:
-    """A name that is a hash of everything a program depends on; None if that is not known here."""
+    """A hash of everything that a program depends on; None if some of it is unknown."""
     settings = {
         name: value
         for name, value in zip(jax.config.values, types.settings, strict=True)
@@ -355,7 +356,7 @@ def _name(keepable: Keepable, types: _Types, since: float) -> str | None:
                 types[:-1],
             )
         )
-    except Exception:  # noqa: BLE001 - what cannot be pickled says so in many ways
+    except Exception:  # noqa: BLE001 - failures of pickling have many types
         return None
 
 
@@ -364,7 +365,7 @@ def _is_known(module: Any) -> bool:
 
 
 def _process(since: float) -> tuple[Any, ...]:
-    """The part of the key that all programs of a process share."""
+    """The part of the key that is constant in a process."""
     environment = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -380,7 +381,7 @@ def _process(since: float) -> tuple[Any, ...]:
 
 
 def _devices_of(types: _Types) -> list[tuple[Any, ...]]:
-    """The devices that a program runs on; others that the process sees do not matter."""
+    """The devices on which a program runs; other devices of the process do not matter."""
     devices = {default_device()} if types.mesh is None else set(types.mesh.devices.flat)
     for *_, sharding, _ in (leaf for leaf in types.leaves if len(leaf) > 3):
         devices |= sharding.device_set
@@ -389,12 +390,12 @@ def _devices_of(types: _Types) -> list[tuple[Any, ...]]:
 
 @functools.cache
 def _packages(since: float) -> tuple[Any, ...]:
-    """The sources of our packages, and the versions of others.
+    """The hashes of our packages' sources, and the versions of other packages.
 
     Raises:
       _UnknownError: a source was changed after `since`.
     """
-    # The names of these folders have versions. To read the files in them takes a tenth
+    # The names of these folders contain versions. Reading the files in them would take a tenth
     # of a second.
     beside = pathlib.Path(jax.__file__).parents[1].glob("*.dist-info")
     return (
@@ -410,12 +411,12 @@ def sources(folder: pathlib.Path, since: float) -> str:
     """A hash of all modules in a folder.
 
     Raises:
-      _UnknownError: one was changed after `since`.
+      _UnknownError: a module was changed after `since`.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()
-        if path.stat().st_ctime > since:  # an older file may have been moved here
+        if path.stat().st_ctime > since:  # an older file may be moved here
             raise _UnknownError
         name = path.relative_to(folder).as_posix()
         digest.update(f"{name} {len(content)}\n".encode() + content)
@@ -423,7 +424,7 @@ def sources(folder: pathlib.Path, since: float) -> str:
 
 
 def _processor() -> Any:
-    """The CPU that a program is compiled for: its features, and the number of cores."""
+    """The CPU for which a program is compiled: its features and number of cores."""
     names = "flags", "Features", "model name"
     found = [len(processors.usable())]
     with contextlib.suppress(OSError):
@@ -433,10 +434,10 @@ def _processor() -> Any:
 
 
 class _Digest:
-    """A hash of the parts of a program's key: equal in each process.
+    """A hash of the parts of a program's key, which is equal in all processes.
 
-    It has the content that pickle would write, but not whether equal objects are one
-    object.
+    It covers the content that pickle would write, but not whether equal objects are
+    identical.
     """
 
     def __init__(self):
@@ -446,11 +447,11 @@ class _Digest:
         return self._digest.hexdigest()
 
     def add(self, value: Any) -> None:
-        """Adds an object, with all that it has.
+        """Adds an object and everything that it contains.
 
         Raises:
-          _UnknownError: it has a function or a class of a package that is not known here,
-            or one without a name in its module, as those within functions.
+          _UnknownError: it contains a function or a class of an unknown package, or one that
+            its module does not name, such as a function inside a function.
           Exception: it cannot be pickled.
         """
         kind = type(value)
@@ -471,12 +472,12 @@ class _Digest:
         elif isinstance(getattr(value, "__qualname__", None), str):
             self._add_named(value)
         elif _is_value(value):
-            # A remembered attribute that is no field, such as a hash, differs by process.
+            # Only fields: a cached attribute, such as a hash, differs between processes.
             fields = [getattr(value, each.name) for each in dataclasses.fields(value)]
             self.add((kind, fields))
         else:
             parts = value.__reduce_ex__(4)
-            if isinstance(parts, str):  # its name in its module
+            if isinstance(parts, str):  # a name in its module
                 self.add((kind, parts))
                 return
             parts = (*parts, *[None] * 5)[:5]
@@ -484,12 +485,12 @@ class _Digest:
             self.add((*parts[:3], *(None if x is None else [*x] for x in parts[3:])))
 
     def _add_named(self, value: Any) -> None:
-        """Adds a function or a class by its name."""
+        """Adds a function or a class by its module and name."""
         module, name = value.__module__, value.__qualname__
         found = sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)
-        is_none = value is type(None)  # which has no place
+        is_none = value is type(None)  # its module does not name it
         if not is_none and (found is not value or not _is_known(module)):
             raise _UnknownError
         self._say("named", module, name)
@@ -505,16 +506,16 @@ def _digest_of(value: Any) -> str:
 
 
 def _is_value(value: Any) -> bool:
-    """Whether this is a frozen dataclass, which equals another by its fields."""
+    """Whether this is a frozen dataclass whose equality compares its fields."""
     params = getattr(value, "__dataclass_params__", None)
     return params is not None and params.frozen and params.eq
 
 
 @contextlib.contextmanager
 def _without_cache() -> Generator[None]:
-    """While this context is open, JAX compiles programs that its own cache may have.
+    """While this context is open, JAX compiles programs even if its own cache has them.
 
-    A program for a CPU that comes from there cannot be written: it has lost its functions.
+    A CPU program from JAX's cache cannot be serialized: it has lost its functions.
     """
     name = "jax_enable_compilation_cache"
     before = getattr(jax.config, name)
@@ -528,42 +529,42 @@ def _without_cache() -> Generator[None]:
 
 
 def _write(path: pathlib.Path, program: jax.stages.Compiled) -> None:
-    """Writes a program, if it is one that can be written."""
+    """Writes a program to a file, if it can be serialized."""
     try:
         content, _, out_tree = serialize_executable.serialize(program)
         executable: Any = program.runtime_executable()
         devices = [each.id for each in executable.local_devices()]
         content = pickle.dumps((content, out_tree, devices), protocol=5)
-    except Exception:  # noqa: BLE001 - XLA and JAX have no class for it
+    except Exception:  # noqa: BLE001 - XLA and JAX have no class for this error
         return
     with kept_files.kept_file(path, MAX_BYTES) as file:
         file.write(_seal(path, content) + content)
 
 
 def _read(path: pathlib.Path, tree: Any) -> Callable[..., Any] | None:
-    """The program in a file; None if it is not there, or damaged."""
+    """The program in a file; None if the file is missing or damaged."""
     try:
-        # JAX's form of a program is a pickle, which can do anything: so whose file it is
-        # must be known before.
+        # JAX's form of a program is a pickle, which can run any code: so the owner of the file
+        # is checked first.
         with kept_files.opened_own(path) as file:
             content = file.read()
         seal, content = content[:_SEAL], content[_SEAL:]
         if seal != _seal(path, content):
             return None
-        os.utime(path)  # it was used
+        os.utime(path)  # marks the program as recently used
         if jax.default_backend() == "gpu":
-            # Says where the library is that launches a program of Mosaic, as tracing does.
+            # Finds the library that launches Mosaic programs, as tracing does.
             importlib.import_module("jax.experimental.mosaic.gpu")
         content, out_tree, ids = pickle.loads(content)
         devices = {each.id: each for each in jax.devices()}
         return serialize_executable.deserialize_and_load(
             content, tree, out_tree, execution_devices=[devices[i] for i in ids]
         )
-    except Exception:  # noqa: BLE001 - whatever is wrong with it, it can be compiled
+    except Exception:  # noqa: BLE001 - whatever the fault, the program can be compiled
         return None
 
 
 def _seal(path: pathlib.Path, content: bytes) -> bytes:
-    """The checksum of a stored program, which depends on the content and on the file's name."""
+    """The checksum of a stored program: of its content and of the file's name."""
     name = path.name.encode()
     return hashlib.blake2b(content, digest_size=_SEAL, key=name).digest()

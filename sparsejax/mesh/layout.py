@@ -1,4 +1,4 @@
-"""How parameters lie on a mesh with axes "data" and "model"."""
+"""How parameters are divided over a mesh with the axes "data" and "model"."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from jax.sharding import PartitionSpec as P
 ROW_MULTIPLE = 256
 VIRTUAL_SHARDS = 64
 
-# Elements in a piece of an array that one process sends to all others: 256 MB.
+# Elements in a piece of an array that a process sends to all others (256 MB).
 _EXCHANGED_ELEMENTS = 2**26
 
-# How the input's kernel lies on a mesh: its rows, which are features, over "model".
+# The partition spec of the input's kernel: its rows, which are features, over "model".
 BY_ROWS = P("model", None)
 
 
 def padded_rows(rows: int) -> int:
-    """The number of rows that a kernel is allocated with.
+    """The number of rows that are allocated for a kernel.
 
     It is `rows` rounded up to a multiple of 256, and from 16,384 rows on to a multiple of
-    512, 1,024, ... 65,536 (at most 1/32 more). So the parts of a large kernel are multiples
-    of 256 too, as the GPU programs need. It does not depend on the mesh, so that a
+    512, 1,024, ... 65,536 (at most 1/32 more). So the shards of a large kernel have multiples
+    of 256 rows too, as the GPU programs need. The number does not depend on the mesh, so that a
     checkpoint fits any mesh. Rows beyond `rows` stay zero and have no effect.
     """
     multiple = ROW_MULTIPLE
@@ -40,11 +40,11 @@ def padded_rows(rows: int) -> int:
 
 
 def bit_reversed(hands: Any) -> Any:
-    """Numbers of 8 bits with their bits in reverse order: 1 becomes 128. NumPy's or JAX's.
+    """Reverses the bits of 8-bit numbers: 1 becomes 128. The array is NumPy's or JAX's.
 
-    Rows are distributed round robin to 256 groups; each device has some neighbouring
-    groups. With the groups in this order, neighbours in rank are far apart, even on few
-    devices.
+    Rows are distributed round robin to 256 groups; each device has consecutive groups. With
+    the groups in this order, rows with neighbouring ranks are on different devices, even on
+    few devices.
     """
     hands = hands >> 4 | (hands & 0x0F) << 4
     hands = (hands & 0xCC) >> 2 | (hands & 0x33) << 2
@@ -63,16 +63,16 @@ def make_mesh(
     True
 
     Its axes are `Auto`: the compiler divides the work between our operations. Devices
-    along "model" are neighbours, because they exchange the most.
+    along "model" are adjacent, because they exchange the most data.
 
     Args:
-      data: parts of a batch; divides 64 and the batch size.
-      model: parts of the input's kernel; `data * model`, which are the parts of the
+      data: number of parts of a batch; a divisor of 64 and of the batch size.
+      model: number of parts of the input's kernel. `data * model`, the number of parts of the
         output's kernel, is at most 256.
-      devices: `data * model` devices; by default the first of all.
+      devices: `data * model` devices; by default the first ones that JAX lists.
 
     Raises:
-      ValueError: a size does not divide, or there are not so many devices.
+      ValueError: a size divides 64 or 256 not evenly, or there are too few devices.
     """
     check_axis_sizes(data, model)
     devices = jax.devices() if devices is None else devices
@@ -108,13 +108,13 @@ def check_axis_sizes(data: int, model: int) -> None:
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-    """Axes over which an array of the tree varies, if `jax.shard_map` checks them."""
+    """Mesh axes over which an array of the tree varies, if `jax.shard_map` checks them."""
     types = (jax.typeof(leaf) for leaf in jax.tree.leaves(tree))
     return frozenset().union(*(t.manual_axis_type.varying for t in types))
 
 
 def vary_over[Tree](tree: Tree, axes: frozenset[str]) -> Tree:
-    """The tree, with its arrays cast to types that vary over at least these axes.
+    """Casts the arrays of a tree to types that vary over at least these mesh axes.
 
     Its derivative sums over the added axes.
     """
@@ -127,27 +127,27 @@ def vary_over[Tree](tree: Tree, axes: frozenset[str]) -> Tree:
 
 
 def vary_alike[*Trees](*trees: *Trees) -> tuple[*Trees]:
-    """The trees, with all arrays cast to types that vary over the same axes, for loops."""
+    """Casts all arrays of the trees to types that vary over the same mesh axes, for loops."""
     return vary_over(trees, varying_axes(trees))
 
 
 def item_axes() -> str | tuple[str, str]:
-    """The axes of the mesh that is set over which the output's items are divided.
+    """The mesh axes over which the output's items are divided.
 
-    These are all devices: also those along "data", where batches are divided. For a step,
-    the devices exchange hidden vectors and their gradients, which are much smaller than
-    the gradient of the output's kernel.
+    The items are divided over all devices, also those along "data", where batches are divided.
+    In a step, the devices exchange hidden vectors and their gradients, which are much smaller
+    than the gradient of the output's kernel.
     """
     shape = jax.sharding.get_abstract_mesh().shape
     return ("model", "data") if shape.get("data", 1) > 1 else "model"
 
 
 class HiddenLayout(NamedTuple):
-    """How a hidden layer lies on a mesh.
+    """How a hidden layer is divided over a mesh.
 
     Attributes:
-      kernel: partition of its `[inputs, outputs]` kernel.
-      bias: partition of its `[outputs]` bias.
+      kernel: partition spec of its `[inputs, outputs]` kernel.
+      bias: partition spec of its `[outputs]` bias.
     """
 
     kernel: P
@@ -163,17 +163,17 @@ def hidden_layout(inputs: int, outputs: int, *, by_inputs: bool) -> HiddenLayout
     >>> layout.kernel == jax.P(None, "model")
     True
 
-    Layers that follow each other are divided alternately by their outputs and by their
-    inputs. Of two layers, the first computes the part of the units that the second reads on
-    the same device, so devices exchange only the sums of the second.
+    Successive layers are divided alternately by their outputs and by their inputs. Of two
+    such layers, the first computes on each device the units that the second reads there, so
+    devices exchange only the sums of the second.
 
     Args:
-      inputs: size of the layer below.
+      inputs: size of the layer below, which is the input of this layer.
       outputs: size of this layer.
       by_inputs: whether the layer below was divided by its outputs.
 
     Returns:
-      Also None if the size to be divided is no multiple of the axis.
+      The layout. None also if the size to be divided is no multiple of the axis "model".
     """
     if not mesh_is_set() or (inputs if by_inputs else outputs) % axis_sizes()[1]:
         return None
@@ -183,7 +183,7 @@ def hidden_layout(inputs: int, outputs: int, *, by_inputs: bool) -> HiddenLayout
 
 
 def mesh_is_set() -> bool:
-    """Whether `jax.set_mesh` has set a mesh with an axis "model"; also under tracing."""
+    """Whether `jax.set_mesh` has set a mesh with an axis "model"; it works in traced functions."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and "model" in mesh.shape and not mesh.manual_axes
 
@@ -194,10 +194,10 @@ def current_mesh() -> jax.sharding.Mesh | None:
 
 
 def axis_sizes() -> tuple[int, int]:
-    """Sizes of "data" and "model" in the mesh that is set; also under tracing.
+    """Sizes of "data" and "model" in the mesh that is set; it works in traced functions.
 
     Raises:
-      ValueError: no mesh is set, it lacks one of them, or one does not divide our sizes.
+      ValueError: no mesh is set, it lacks an axis, or an axis does not divide our sizes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -212,12 +212,12 @@ def axis_sizes() -> tuple[int, int]:
 
 
 def parts_of_axes() -> tuple[int, int]:
-    """Like `axis_sizes`; `(1, 1)` without a mesh."""
+    """The sizes of "data" and "model" in the mesh that is set; `(1, 1)` without a mesh."""
     return axis_sizes() if mesh_is_set() else (1, 1)
 
 
 def num_devices() -> int:
-    """Number of devices of the mesh that is set, also under tracing; 1 without a mesh."""
+    """Number of devices of the mesh that is set; 1 without a mesh. It works while tracing."""
     return math.prod(parts_of_axes())
 
 
@@ -231,7 +231,7 @@ def call_on_each_device(
 ) -> Any:
     """Calls `f` on each device of the mesh, with that device's parts of the arguments.
 
-    If JAX checks over which axes arrays vary, gradients are summed over no other axes.
+    If JAX checks over which axes arrays vary, gradients are summed over no further axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     arguments = jax.tree.map(
@@ -246,9 +246,9 @@ def call_on_each_device(
 
 
 def reshard_if_explicit[Tree](tree: Tree, spec: P) -> Tree:
-    """The tree, with its arrays divided by `spec`, if axes are Explicit.
+    """Divides the arrays of a tree by `spec`, if the axes of the mesh are Explicit.
 
-    Then types agree. If axes are Auto, the tree stays as it is.
+    Then their types agree. If the axes are Auto, the tree is returned unchanged.
     """
     if not axes_are_explicit():
         return tree
@@ -258,8 +258,8 @@ def reshard_if_explicit[Tree](tree: Tree, spec: P) -> Tree:
 def call_with_auto_axes(f: Callable[..., Any], *arguments: Any, out_specs: Any) -> Any:
     """Calls `f` with the axes of the mesh as Auto: the compiler divides the work.
 
-    If axes are Explicit, the type of each array has to say how it is divided, and not all
-    operations of `f` have a rule for that.
+    With Explicit axes, the type of each array has to say how it is divided, and some
+    operations of `f` have no rule for that.
     """
     if not axes_are_explicit():
         return f(*arguments)
@@ -267,16 +267,16 @@ def call_with_auto_axes(f: Callable[..., Any], *arguments: Any, out_specs: Any) 
 
 
 def axes_are_explicit() -> bool:
-    """Whether axes of the mesh that is set are Explicit; also under tracing."""
+    """Whether the axes of the mesh that is set are Explicit; it works in traced functions."""
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 @contextlib.contextmanager
 def using_auto_axes() -> Generator[None]:
-    """Makes the axes of the mesh that is set Auto while this context is open, as our programs need.
+    """Makes the axes of the mesh Auto while this context is open, as our programs need.
 
-    It is also a decorator. Arrays have to be on that mesh, see `put_on_mesh`. It cannot be
-    used under tracing.
+    It is also a decorator. Arrays must be on that mesh, see `put_on_mesh`. Do not use it in
+    traced functions.
     """
     if not axes_are_explicit():
         yield
@@ -291,10 +291,10 @@ def _with_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def out_sharding(spec: P) -> dict[str, Any]:
-    """Options of a `flax.nnx.Variable` that is divided by `spec`, if a mesh is set.
+    """Options for a `flax.nnx.Variable` that is divided by `spec`, if a mesh is set.
 
-    Its value has to be divided so already, see `jit_sharded`: flax would divide it once more,
-    and so copy it, for which large tables leave no memory.
+    The value must already be divided in this way, see `jit_sharded`: flax would divide it again,
+    and so copy it. Large tables leave no memory for a copy.
     """
     if not mesh_is_set():
         return {}
@@ -310,15 +310,15 @@ def jit_sharded[**Args, Made](
 ) -> Callable[Args, Made]:
     """`jax.jit(make)` with its result divided by `spec` on the mesh, if one is set.
 
-    Without a spec or a mesh, just `jax.jit(make)`. The same function and equal `static`
-    arguments, by their places, give a program that is compiled already. `donate` has the
-    places of arguments whose memory the result may take.
+    Without a spec or a mesh, it is `jax.jit(make)`. Calls with an equal function and equal
+    `static` arguments (given by position) reuse the compiled program. `donate` has the
+    positions of arguments whose memory the result may take.
     """
     if spec is None or not mesh_is_set():
         return jax.jit(make, static_argnums=static, donate_argnums=donate)
     mesh = jax.sharding.get_abstract_mesh()
     check_axis_sizes(mesh.shape.get("data", 1), mesh.shape["model"])
-    # An abstract mesh is enough to evaluate shapes: no devices are needed.
+    # An abstract mesh is enough to evaluate shapes; it needs no devices.
     lies = NamedSharding(mesh, spec)
     return jax.jit(
         make, static_argnums=static, donate_argnums=donate, out_shardings=lies
@@ -326,17 +326,17 @@ def jit_sharded[**Args, Made](
 
 
 def sharding_of(spec: P) -> jax.sharding.Sharding:
-    """How `put_on_mesh` lays an array of this spec: without a mesh, on the default device."""
+    """The sharding that `put_on_mesh` gives an array with this spec; one device without a mesh."""
     if not mesh_is_set():
         return jax.sharding.SingleDeviceSharding(default_device())
     return NamedSharding(jax.sharding.get_mesh(), spec)
 
 
 def put_on_mesh[Tree](tree: Tree) -> Tree:
-    """The tree, with its arrays copied to the mesh that is set, if one is.
+    """Copies the arrays of a tree to the mesh that is set, if one is set.
 
     An array that is divided over axes of a mesh stays divided over these axes. All other
-    arrays are copied whole to every device.
+    arrays are replicated on every device.
     """
     if not mesh_is_set():
         return tree
@@ -350,24 +350,24 @@ def put_on_mesh[Tree](tree: Tree) -> Tree:
 
 
 def put_rows(array: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
-    """The array on the mesh, with its rows (the first axis) divided over "data"."""
+    """Copies an array to the mesh, with its rows (the first axis) divided over "data"."""
     return jax.make_array_from_callback(
         array.shape, NamedSharding(mesh, P("data")), lambda index: array[index]
     )
 
 
 def dealt(loads: jax.Array, parts: int) -> jax.Array:
-    """Deals items to parts, to each as many, so that their loads are nearly equal.
+    """Distributes items over parts, equally many to each, so that the sums of loads are close.
 
-    The largest are dealt first, there and back: to parts 0, 1, 2, then 2, 1, 0, then 0, ...
-    Two parts differ by no more than the largest load.
+    Items are assigned by descending load: to parts 0, 1, 2, then 2, 1, 0, then 0, ...
+    The sums of two parts differ by no more than the largest load.
 
     Args:
-      loads: `[items]`.
+      loads: `[items]`, the load of each item.
       parts: number of parts; a divisor of the number of items.
 
     Returns:
-      `[parts, items of a part]`: the items of each part.
+      `[parts, items of a part]`: indices of the items of each part.
     """
     rounds = jnp.argsort(loads, descending=True).reshape(-1, parts)
     back = jnp.arange(len(rounds))[:, None] % 2 > 0
@@ -375,9 +375,9 @@ def dealt(loads: jax.Array, parts: int) -> jax.Array:
 
 
 def replicated[Tree](tree: Tree) -> Tree:
-    """The traced tree, whole on every device of the mesh, if a mesh is set.
+    """Replicates a traced tree on all devices of the mesh, if a mesh is set.
 
-    Every process can then read it.
+    Then every process can read it.
     """
     if axes_are_explicit():
         return reshard_if_explicit(tree, P())
@@ -385,7 +385,7 @@ def replicated[Tree](tree: Tree) -> Tree:
 
 
 def divided_over_all[Tree](tree: Tree) -> Tree:
-    """The traced tree, whose rows all devices of the mesh that is set divide evenly."""
+    """Divides the rows of a traced tree evenly over all devices of the mesh that is set."""
     spec = P(("data", "model"))
     if axes_are_explicit():
         return reshard_if_explicit(tree, spec)
@@ -393,7 +393,7 @@ def divided_over_all[Tree](tree: Tree) -> Tree:
 
 
 def to_host(array: jax.Array) -> np.ndarray:
-    """The whole array, in every process. All processes must call this."""
+    """The whole array as a NumPy array, in every process. All processes must call this."""
     if _is_here(array):
         return np.asarray(array)
     whole, start = np.empty(array.shape, array.dtype), 0
@@ -404,7 +404,7 @@ def to_host(array: jax.Array) -> np.ndarray:
 
 
 def to_host_in_pieces(array: jax.Array) -> Iterator[np.ndarray]:
-    """The array some rows at a time, in every process. All processes must take all pieces."""
+    """Yields the array some rows at a time, in every process. All must take all pieces."""
     return iter([np.asarray(array)]) if _is_here(array) else exchanged(array)
 
 
@@ -416,18 +416,18 @@ def _is_here(array: jax.Array) -> bool:
 def exchanged(
     array: jax.Array, *, piece_elements: int = _EXCHANGED_ELEMENTS
 ) -> Iterator[np.ndarray]:
-    """An array on a mesh some rows at a time, exchanged by all processes.
+    """Yields an array on a mesh some rows at a time; all processes exchange their rows.
 
-    A device may not have room for more than its part and a piece.
+    A device may only have enough memory for its part and one piece.
 
     Args:
       array: `[rows, ...]` on a mesh. All processes must take all pieces.
-      piece_elements: about the number of elements of a piece.
+      piece_elements: approximate number of elements in a piece.
     """
     sharding = cast(NamedSharding, array.sharding)
     mesh = _with_auto_axes(cast(jax.sharding.Mesh, sharding.mesh))
     array = jax.device_put(array, NamedSharding(mesh, sharding.spec))
-    # No more rows than there are: small arrays would take as long as a whole piece.
+    # At most the array's rows: otherwise small arrays would take as long as a whole piece.
     size = min(len(array), max(1, piece_elements * len(array) // array.size))
     get = jax.jit(
         lambda array, rows: array.at[rows].get(mode="clip"),
@@ -435,7 +435,7 @@ def exchanged(
     )
     for start in range(0, len(array), size):
         rows = np.arange(start, start + size, dtype=np.int32)
-        with jax.set_mesh(mesh):  # the one that is set may have Explicit axes
+        with jax.set_mesh(mesh):  # the current mesh may have Explicit axes
             part = np.asarray(get(array, rows))
         yield part[: len(array) - start]
 
@@ -448,12 +448,12 @@ def without_mesh() -> contextlib.AbstractContextManager[Any]:
 def using_mesh(
     mesh: jax.sharding.Mesh | None,
 ) -> contextlib.AbstractContextManager[Any]:
-    """Sets a mesh of `current_mesh`, or none, while the context is open."""
+    """Sets a mesh that `current_mesh` returned, or none, while this context is open."""
     return without_mesh() if mesh is None else jax.set_mesh(mesh)
 
 
 def shardings_of(tree: Any) -> tuple[jax.sharding.Sharding, ...] | None:
-    """How each leaf of a tree lies on the mesh that is set, or None without one."""
+    """The sharding of each leaf of a tree on the mesh that is set; None without a mesh."""
     if not mesh_is_set():
         return None
     return tuple(leaf.sharding for leaf in jax.tree.leaves(tree))
@@ -462,7 +462,7 @@ def shardings_of(tree: Any) -> tuple[jax.sharding.Sharding, ...] | None:
 def with_shardings[Tree](
     tree: Tree, shardings: tuple[jax.sharding.Sharding, ...] | None
 ) -> Tree:
-    """A traced tree whose leaves keep the `shardings_of` another, which loops need."""
+    """Constrains the leaves of a traced tree to `shardings_of` another tree, as loops need."""
     if shardings is None:
         return tree
     leaves, structure = jax.tree.flatten(tree)
@@ -481,10 +481,10 @@ def check_kernel_spec(kernel_spec: P) -> None:
 
 
 def rows_per_device(num_rows: int) -> int:
-    """How many rows of a kernel each device has, as its rows are divided over "model".
+    """The number of kernel rows on each device, as rows are divided over "model".
 
     Raises:
-      ValueError: they cannot be divided evenly.
+      ValueError: the rows cannot be divided evenly.
     """
     _, model = axis_sizes()
     if num_rows % model:
@@ -498,16 +498,16 @@ def rows_per_device(num_rows: int) -> int:
 def is_for_one_device() -> bool:
     """Whether a program that is traced or compiled now runs on one device.
 
-    The mesh that is set decides, not how many devices the process sees: it is for one
-    device if no mesh is set, if the mesh has one device, or if `jax.shard_map` divides the
-    work.
+    The mesh that is set decides, not the number of devices that the process sees. It runs on
+    one device if no mesh is set, if the mesh has one device, or in `jax.shard_map`, which
+    divides the work.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.empty or mesh.size == 1 or bool(mesh.manual_axes)
 
 
 def default_device() -> jax.Device:
-    """The device on which JAX makes arrays if no mesh is set, see `jax.default_device`."""
+    """The device on which JAX allocates arrays without a mesh, see `jax.default_device`."""
     chosen = jax.config.jax_default_device
     if isinstance(chosen, jax.Device):
         return chosen
@@ -515,13 +515,13 @@ def default_device() -> jax.Device:
 
 
 def device_memory() -> int | None:
-    """Bytes that JAX may take of the default device; None if it does not say."""
+    """The bytes of the default device that JAX may allocate; None if the device does not say."""
     stats = default_device().memory_stats()
     return None if stats is None else stats.get("bytes_limit")
 
 
 def readable_bytes(size: float) -> str:
-    """A size with three digits.
+    """A number of bytes as text with three digits.
 
     >>> readable_bytes(105_000_000_000)
     '105 GB'
@@ -535,7 +535,7 @@ def readable_bytes(size: float) -> str:
 
 
 def available_memory() -> int:
-    """Bytes of the host that can be taken without swapping; all memory if that is unknown."""
+    """Bytes of host memory that can be used without swapping; all memory if that is unknown."""
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
         for line in file:
             name, number, *_ = line.split()

@@ -1,4 +1,4 @@
-"""A folder that one process at a time works in."""
+"""A lock on a folder, so that only one process works in it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _NAME = ".lock"
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """While this context is open, this process holds the folder, which is made if it is missing.
+    """While this context is open, this process has locked the folder; it is created if missing.
 
-    The lock is one of the operating system (flock) on the file `.lock` in the folder. The
-    file says which process holds it. The lock ends with the process, however the
-    process ends; the file stays. If this made the folder, and it is empty at the end,
-    it is removed. An object store has no locks: nothing is done there.
+    The lock is one of the operating system (flock) on the file `.lock` in the folder, which
+    names the process. The lock ends with the process, however that ends; the file stays.
+    If this function created the folder and it is empty at the end, the folder is removed.
+    An object store has no locks: there nothing is done.
 
     Raises:
-      BlockingIOError: another process holds the folder; the message says which.
+      BlockingIOError: another process has locked the folder; the message says which.
       OSError: the folder or the file cannot be made.
       ValueError: no file can have this path.
     """
@@ -41,14 +41,14 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         if is_new and folder.is_dir() and os.listdir(folder) == [_NAME]:
-            with contextlib.suppress(OSError):  # another process uses it now
+            with contextlib.suppress(OSError):  # another process may use the folder now
                 (folder / _NAME).unlink()
                 folder.rmdir()
-        os.close(file)  # ends the lock
+        os.close(file)  # releases the lock
 
 
 def _hold(folder: pathlib.Path) -> int:
-    """The descriptor of the file, locked."""
+    """Locks the file, and returns its descriptor."""
     path = folder / _NAME
     while True:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def _hold(folder: pathlib.Path) -> int:
             continue
         except BlockingIOError:
             holder = ""
-            with contextlib.suppress(FileNotFoundError):  # it has just ended
+            with contextlib.suppress(FileNotFoundError):  # that process has just ended
                 holder = path.read_text(errors="replace")[:200].partition("\n")[0]
             raise BlockingIOError(
                 f"{folder}: is in use by {holder or 'another process'}; wait for its "

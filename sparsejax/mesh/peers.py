@@ -1,8 +1,8 @@
-"""Connections between the processes of a training, which break when one of them is lost.
+"""Connections between the processes of a training, which break when a process is lost.
 
-An operation over all devices does not end on a GPU if a process that takes part is gone.
-The operating system closes the connections of a process that ends, however it ends. So the
-others learn of it at once, and end, too.
+On a GPU, an operation over all devices never ends if one of the processes is gone.
+The operating system closes the connections of a process however it ends. So the
+other processes notice at once, and end, too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-# How long a process may still run after another was lost. An operation may fail with an
-# error of its own, which says more.
+# How long a process may still run after another was lost. Meanwhile an operation may fail
+# with an error of its own, which says more.
 _GRACE_SECONDS = 5
 
-# A machine that is silent for 5 + 3 * 2 seconds is lost.
+# A machine that does not answer for 5 + 3 * 2 seconds is lost.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 _CONNECT_SECONDS = 10
 
@@ -38,14 +38,14 @@ _ADDRESS_BYTES = 1024
 
 _connections: list[socket.socket] = []
 _lost = threading.Event()
-_on_abort = []  # a function that C code may call must live
+_on_abort = []  # references to functions that C code may call
 
 
 def watch(when_lost: Callable[[], None]) -> None:
     """Ends this process soon after another one is lost. All processes must call this.
 
     A process that ends without `end_watch` is lost: it was killed, it failed, or its
-    machine does not answer. Where no connection can be made there is a warning; then only
+    machine does not answer. If no connection can be made, there is a warning, and only
     JAX's heartbeats notice a loss.
 
     Args:
@@ -77,7 +77,7 @@ def watch(when_lost: Callable[[], None]) -> None:
 
 
 def end_watch() -> None:
-    """Tells the others that this process ends as it should."""
+    """Informs the other processes that this process ends as intended."""
     _tell(_ENDED)
     _connections.clear()
 
@@ -96,31 +96,31 @@ def _tell(word: bytes) -> None:
 
 
 def _catch_abort(when_lost: Callable[[], None]) -> None:
-    """Also ends this process in order if JAX aborts it, as it does without process 0."""
+    """Ends this process in order when JAX aborts it, as JAX does if process 0 is gone."""
 
     def end_or_abort(number: int) -> None:
         if _lost.wait(_GRACE_SECONDS):
             _end(when_lost)
-        # Else something is wrong in this process: when this returns, `abort` ends it.
+        # Otherwise this process has another fault: when this function returns, `abort` ends it.
 
-    # Python would call a handler of its own in the main thread, which waits for a device.
+    # A Python handler would run in the main thread, which may be waiting for a device.
     _on_abort.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(end_or_abort))
     libc = ctypes.CDLL(None)
     libc.signal(int(signal.SIGABRT), _on_abort[-1])
 
 
 def _names() -> list[str]:
-    """Names under which other machines may know this one."""
+    """Names and addresses by which other machines may reach this one."""
     names = [socket.gethostname(), socket.getfqdn()]
     udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     with contextlib.suppress(OSError), udp as out:
-        out.connect(("192.0.2.1", 9))  # nothing is sent; this chooses an interface
+        out.connect(("192.0.2.1", 9))  # sends nothing; it chooses an interface
         names.append(out.getsockname()[0])
     return [*dict.fromkeys(names), "127.0.0.1"]
 
 
 def _sent(text: str) -> str:
-    """The text of process 0, in all processes."""
+    """The text that process 0 passed, in all processes."""
     array = np.zeros(_ADDRESS_BYTES, np.uint8)
     encoded = np.frombuffer(text.encode(), np.uint8)[:_ADDRESS_BYTES]
     array[: len(encoded)] = encoded
@@ -137,7 +137,7 @@ def _listen() -> socket.socket:
 
 
 def _connected(names: list[str], port: int, token: bytes) -> socket.socket | None:
-    """A connection to process 0, which has answered; None if there is none."""
+    """A connection to process 0 that it has confirmed; None if there is none."""
     for name in names:
         with contextlib.suppress(OSError):
             connection = socket.create_connection((name, port), _CONNECT_SECONDS)
@@ -154,7 +154,7 @@ def _connected(names: list[str], port: int, token: bytes) -> socket.socket | Non
 def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # not on every system
+        if hasattr(socket, name):  # some systems lack it
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
@@ -164,7 +164,7 @@ def _listen_to_first(connection: socket.socket, when_lost: Callable[[], None]) -
 
 
 def _serve(server: socket.socket, token: bytes, when_lost: Callable[[], None]) -> None:
-    """Accepts the other processes, and tells all of them when one is lost."""
+    """Accepts connections from the other processes; informs all of them when one is lost."""
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
         while True:
@@ -186,7 +186,7 @@ def _serve(server: socket.socket, token: bytes, when_lost: Callable[[], None]) -
 
 
 def _accepted(server: socket.socket, token: bytes) -> socket.socket | None:
-    """A new connection, if it is of one of our processes."""
+    """A new connection; None if it does not come from one of our processes."""
     with contextlib.suppress(OSError):
         connection, _ = server.accept()
         connection.settimeout(_CONNECT_SECONDS)
@@ -201,7 +201,7 @@ def _accepted(server: socket.socket, token: bytes) -> socket.socket | None:
 
 
 def _received(connection: socket.socket) -> bytes:
-    """One byte, or none if the connection is broken."""
+    """One received byte; empty if the connection is broken."""
     try:
         return connection.recv(1)
     except OSError:

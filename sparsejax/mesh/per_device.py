@@ -1,4 +1,4 @@
-"""Work of each device on its own blocks, within `layout.call_on_each_device`."""
+"""Functions that run on each device's own blocks, in `layout.call_on_each_device`."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from sparsejax.sparse import CSR, Transposed, segment_ids, sums_so_far
 def on_each[Result](
     f: Callable[..., Result], arguments: tuple[Any, ...], in_specs: Any, out_specs: Any
 ) -> Result:
-    """Calls `f` on each device of the mesh, see `call_on_each_device`; without a mesh, `f`."""
+    """Calls `f` on each device of the mesh by `call_on_each_device`; without a mesh, once."""
     if not mesh_is_set():
         return f(*arguments)
     return call_on_each_device(f, arguments, in_specs, out_specs)
 
 
 def _is_part() -> bool:
-    """Whether this is traced for one device of a mesh, within `on_each`."""
+    """Whether the code is traced for one device of a mesh, in `on_each`."""
     return "model" in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def own_place() -> int | jax.Array:
-    """Within `on_each`: the place of this device along "model", which is 0 without a mesh."""
+    """In `on_each`: the index of this device along "model"; 0 without a mesh."""
     return lax.axis_index("model") if _is_part() else 0
 
 
 def found_anywhere(rows: jax.Array, first: int | jax.Array) -> jax.Array:
-    """Within `on_each`: the rows that one device has found, numbered over all devices.
+    """In `on_each`: the row of each id, found on any device and numbered over all devices.
 
     Args:
-      rows: this device's row of each id; -1 where it has none.
+      rows: this device's row of each id; -1 if the device has none.
       first: number of this device's first row.
     """
     if not _is_part():
@@ -46,17 +46,17 @@ def found_anywhere(rows: jax.Array, first: int | jax.Array) -> jax.Array:
 
 
 def sum_over_model(values: jax.Array) -> jax.Array:
-    """Within `on_each`: the sum of the values of all devices along "model"."""
+    """In `on_each`: the sum of the values over all devices along "model"."""
     return lax.psum(values, "model") if _is_part() else values
 
 
 def on_any(flags: jax.Array) -> jax.Array:
-    """Within `on_each`: whether a flag is true on any device along "model"."""
+    """In `on_each`: whether a flag is true on any device along "model"."""
     return lax.pmax(flags.astype(jnp.int32), "model") > 0 if _is_part() else flags
 
 
 def own_block(tree: Any) -> Any:
-    """A device's own block, without the two axes of size 1: `[..., 1, 1, n]` to `[..., n]`."""
+    """Removes the two axes of size 1 from a device's block: `[..., 1, 1, n]` to `[..., n]`."""
 
     def squeezed(leaf):
         return leaf.reshape(*leaf.shape[:-3], leaf.shape[-1])
@@ -65,14 +65,14 @@ def own_block(tree: Any) -> Any:
 
 
 def as_block(tree: Any) -> Any:
-    """A device's own block with the two axes of size 1, for `own_block`."""
+    """Adds two axes of size 1 to a device's block; the inverse of `own_block`."""
     return jax.tree.map(lambda leaf: leaf[None, None], tree)
 
 
 def blocks_of[Tree](
     f: Callable[..., Tree], arguments: tuple[Any, ...], in_specs: tuple[P, ...]
 ) -> Tree:
-    """Calls `f` on each device, which returns its own block: leaves are `[data, model, n]`."""
+    """Calls `f` on each device, which returns its block; the leaves become `[data, model, n]`."""
 
     def part(*arguments):
         return as_block(f(*arguments))
@@ -81,13 +81,13 @@ def blocks_of[Tree](
 
 
 def on_blocks[Tree](f: Callable[..., Tree], *blocks: Any) -> Tree:
-    """Calls `f` with each device's own blocks; it returns blocks, too."""
+    """Calls `f` with each device's own blocks; `f` returns blocks, too."""
     specs = (P("data", "model"),) * len(blocks)
     return blocks_of(lambda *blocks: f(*own_block(blocks)), blocks, specs)
 
 
 def transpose_over_data(block: CSR) -> Transposed:
-    """By column, the entries of this device's columns from all devices along "data".
+    """Gathers the entries of this device's columns along "data", and sorts them by column.
 
     `block` is the device's own block, or a stack of blocks.
     """
@@ -99,7 +99,7 @@ def transpose_over_data(block: CSR) -> Transposed:
 
 
 def entries_over_data(block: CSR) -> tuple[jax.Array, jax.Array]:
-    """Column and row of the entries of this device's columns, from all along "data".
+    """Columns and rows of the entries in this device's columns, gathered along "data".
 
     The column is `num_cols` for an entry that does not count.
     """
@@ -110,18 +110,18 @@ def entries_over_data(block: CSR) -> tuple[jax.Array, jax.Array]:
 
 
 def gather_over_data(arrays: Any) -> Any:
-    """The arrays `[n, ...]` of all devices along "data", one after the other."""
-    if axis_sizes()[0] == 1:  # XLA would copy them
+    """Concatenates the arrays `[n, ...]` of all devices along "data"."""
+    if axis_sizes()[0] == 1:  # avoids a copy by XLA
         return arrays
     return jax.tree.map(lambda a: lax.all_gather(a, "data", tiled=True), arrays)
 
 
 def concatenate_rows(parts: CSR, cut: jax.Array) -> CSR:
-    """A stack `[count, ...]` of matrices as one. Rows that are `cut` get a wrong index."""
+    """Joins a stack `[count, ...]` of matrices. Rows that are `cut` get an invalid index."""
     count, nse = parts.indices.shape
     indptr = jnp.asarray(parts.indptr)
     starts = indptr[:, :-1] + jnp.arange(count, dtype=jnp.int32)[:, None] * nse
-    wrong = count * nse  # the place of an index that is no column
+    wrong = count * nse  # position of an invalid index
     starts = jnp.where(cut, wrong, starts).reshape(-1)
     lengths = jnp.where(cut, 1, jnp.diff(indptr, axis=1)).reshape(-1)
     ends = sums_so_far(lengths)
@@ -169,9 +169,9 @@ def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:
 
 
 def gathered_columns(part: CSR, width: int) -> CSR:
-    """This device's columns, `width` each, of the rows of all devices along "model".
+    """The rows of all devices along "model", restricted to this device's `width` columns.
 
-    The capacity is the sum of theirs.
+    The capacity is the sum of the devices' capacities.
     """
     parts = jax.tree.map(lambda leaf: lax.all_gather(leaf, "model"), part)
     cut = jax.vmap(CSR.overfull_rows)(parts)

@@ -1,4 +1,4 @@
-"""How several processes of one training join, agree, and end."""
+"""How several processes of one training start, agree, and end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jax.experimental import multihost_utils
 from sparsejax.mesh import interrupts, locks, peers
 from sparsejax.mesh.layout import ROW_MULTIPLE, make_mesh, mesh_is_set
 
-# A process that runs but has been silent for this long counts as lost, and all others end.
+# A process that is silent for this long counts as lost, and all others end.
 HEARTBEAT_SECONDS = 60
 
-# A variable that only `mpirun` of Open MPI 4 sets. JAX finds the other processes by it.
+# A variable that only `mpirun` of Open MPI 4 sets. JAX finds the other processes with it.
 _OPEN_MPI_4 = "OMPI_MCA_orte_hnp_uri"
 
 # How long a failing process waits for the others, which may be failing too.
@@ -41,7 +41,7 @@ def join_processes(
 ) -> None:
     """Joins the processes that train one model together.
 
-    Call it before anything else in the program asks JAX for its devices. After it, a
+    Call it before anything else in the program uses JAX's devices. Afterwards a
     SIGTERM makes `fit` save a checkpoint and end: a cluster sends it before it takes a
     machine away. A second SIGTERM ends the process at once.
 
@@ -59,8 +59,8 @@ def join_processes(
       coordinator: `host:port` at which process 0 listens. By default it is found from
         the environment variables of Slurm, Open MPI, Kubernetes and others, see
         `jax.distributed.initialize`.
-      num_processes: how many processes there are.
-      process_id: the number of this process, from 0.
+      num_processes: number of processes.
+      process_id: number of this process, from 0.
       when_lost: function that is called in another thread just before this process ends because
         another one was lost. By default it prints a line to standard error.
 
@@ -108,20 +108,20 @@ def _note(number: int, frame: object) -> None:
 
 
 def are_of_mpirun() -> bool:
-    """Whether this is one of several processes that Open MPI's `mpirun` has started."""
+    """Whether this is one of several processes started by Open MPI's `mpirun`."""
     return int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1
 
 
 def is_joined() -> bool:
-    """Whether this is one of several processes, or is about to be."""
+    """Whether this is one of several joined processes, or will be."""
     return jax.distributed.is_initialized()
 
 
 def mesh_of(text: str | None) -> jax.sharding.Mesh:
-    """The mesh that text such as "data=2,model=4" describes.
+    """The mesh that a text such as "data=2,model=4" describes.
 
-    "auto", or no text, takes all devices: a kernel is divided over the devices of a process,
-    which are close to each other, and a batch over the processes. If one process has, for
+    "auto" or None takes all devices: a kernel is divided over the devices of a process,
+    which have fast connections, and a batch over the processes. If a process has, for
     example, 6 devices, which do not divide our sizes, "auto" takes 4 of them.
 
     Raises:
@@ -149,7 +149,7 @@ def mesh_of(text: str | None) -> jax.sharding.Mesh:
 
 
 def idle_gpus() -> int:
-    """How many GPUs of this process have no work because no mesh is set."""
+    """The number of this process's GPUs that have no work because no mesh is set."""
     if mesh_is_set() or jax.default_backend() == "cpu":
         return 0
     return len(jax.local_devices()) - 1
@@ -188,7 +188,7 @@ def is_true_anywhere(flag: bool) -> bool:
 
 
 def number_of_first(number: int) -> int:
-    """The number that process 0 has, below 2^32. All processes must call this."""
+    """The number that process 0 passed; it is below 2^32. All processes must call this."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.uint32(number)))
@@ -198,7 +198,7 @@ def is_same_everywhere(text: str) -> bool:
     """Whether all processes have the same text. All processes must call this."""
     if jax.process_count() == 1:
         return True
-    # As uint32, which JAX keeps with and without its 64-bit types.
+    # As uint32, which JAX keeps with or without 64-bit types.
     words = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     lengths = multihost_utils.process_allgather(np.asarray(len(words), np.int32))
     if (lengths != lengths[0]).any():
@@ -217,7 +217,7 @@ def in_first(function: Callable[[], object]) -> None:
     if is_first():
         try:
             function()
-        except Exception as error:  # noqa: BLE001 - raised below, when all know
+        except Exception as error:  # noqa: BLE001 - raised below, after all were told
             failed = error
     anywhere = is_true_anywhere(failed is not None)
     if failed is not None:
@@ -228,11 +228,11 @@ def in_first(function: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def alone_in(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """While this context is open, process 0 holds a folder for all, see `locks.locked`.
+    """While this context is open, process 0 locks a folder for all, see `locks.locked`.
 
     Raises:
-      BlockingIOError: another run holds the folder.
-      OtherProcessError: another run holds the folder, in all processes but process 0.
+      BlockingIOError: another run has locked the folder.
+      OtherProcessError: another run has locked the folder; raised in processes other than 0.
     """
     with contextlib.ExitStack() as stack:
         in_first(lambda: stack.enter_context(locks.locked(folder)))
@@ -240,7 +240,7 @@ def alone_in(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error says that an operation over all devices has lost a process."""
+    """Whether an error means that a process was lost during an operation over all devices."""
     words = ("Gloo", "NCCL", "heartbeat", "coordination service")
     return isinstance(error, jax.errors.JaxRuntimeError) and any(
         word in str(error) for word in words
@@ -248,9 +248,9 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def leave(status: int) -> None:
-    """Ends a process that has failed, without waiting long for the others.
+    """Ends a process that has failed, after a few seconds at most.
 
-    At an ordinary exit JAX waits for all of them, for minutes if one does not answer.
+    At an ordinary exit JAX waits for all processes, for minutes if one does not answer.
     """
     if is_joined():
         if status != 1:

@@ -1,4 +1,4 @@
-"""JAX's rule for numbers of several types, within the package."""
+"""JAX's standard type promotion for the package, whatever a program has set."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import jax
 
 @contextlib.contextmanager
 def promoting() -> Generator[None]:
-    """Sets JAX's standard type promotion in this context, whatever the program has chosen.
+    """Sets JAX's standard type promotion while this context is open.
 
     With `jax_numpy_dtype_promotion="strict"` JAX refuses sums of numbers of two types. A
-    program chooses that for its own code. Here, and in Flax and optax, they are meant. It is
-    also a decorator.
+    program sets that for its own code. In this package, Flax and optax such sums are intended.
+    It is also a decorator.
     """
     if jax.config.jax_numpy_dtype_promotion != "strict":
         yield

@@ -1,4 +1,4 @@
-"""Options of XLA for single programs; flags in the environment are for whole processes."""
+"""Options of XLA for single programs; flags in the environment apply to whole processes."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ import jax
 from sparsejax.mesh.kept_programs import Keepable
 from sparsejax.mesh.layout import is_for_one_device
 
-# XLA then times no programs to choose one, and has no operation whose result depends on
-# the order in which threads end. A CPU ignores it.
-# A scatter then tells updates apart by one number, that of their place in the flat array. The
-# place after a row's last one has the number of the next row's first, whose update is lost
-# (jax 0.11.2). So what a scatter shall drop is outside the first axis, or of a flat array.
+# XLA then chooses programs without timing them, and uses no operation whose result depends
+# on the order in which threads end. CPUs ignore the option.
+# A scatter then identifies an update by its index in the flat array. The index after a row's
+# last element is that of the next row's first element, whose update is lost (jax 0.11.2). So
+# updates to be dropped need an index outside the first axis, or a flat array.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
-# Matrix products come from cuBLAS. Otherwise XLA compiles dozens of Triton programs for each
-# product, to time them: 7 of the 10 seconds that it took for a training program.
+# Matrix products are then computed by cuBLAS. Otherwise XLA compiles dozens of Triton programs
+# for each product, to time them: 7 of the 10 s in which a training program compiled.
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
-# Fusions are compiled in one way. Otherwise XLA compiles many of them in a second way, too,
-# to time both: a fifth of the time that it took for the programs of a command. See `is_timed`.
+# Fusions are then compiled in one way. Otherwise XLA compiles many of them in two ways, to time
+# both: a fifth of the compilation time of a command's programs. See `is_timed`.
 WITHOUT_TIMED_FUSIONS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
 # Operations that XLA puts into CUDA graphs by default, and loops. A list replaces
-# the default one.
+# the default.
 LOOPS_IN_GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
 
 # For programs that run while a profile is recorded. XLA then runs the operations of a CUDA
-# graph one by one. If a program did both, steps with momentum or Adam gave wrong numbers and
-# then CUDA_ERROR_LAUNCH_FAILED (jax 0.11.2, also without the profiler's library for GPUs).
-# A program without graphs and one that has them and is never profiled are both right. XLA's
-# default graphs do it, too: so all programs of a training are `Programs`.
+# graph one by one. If a program ran in both ways, steps with momentum or Adam gave wrong
+# numbers and then CUDA_ERROR_LAUNCH_FAILED (jax 0.11.2, also without the profiler's GPU
+# library). A program without graphs is right, and so is one with graphs that is never profiled.
+# XLA's default graphs have the fault, too: so all programs of a training are `Programs`.
 WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
-# Arrays cross between devices from when they are there until they are needed, several at a
-# time. By default XLA takes an exchange of rows for as quick as a launch.
+# An exchange between devices then starts when its operands are ready, ends when its result is
+# needed, and overlaps others. By default XLA assumes that it takes no longer than a launch.
 OVERLAPPED = {
     "xla_gpu_enable_approx_costly_collectives": True,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
 
-# The devices of a process copy rows to each other. Otherwise NCCL's programs do, which take
-# processors from the layers meanwhile.
+# The devices of a process then copy rows to each other. Otherwise NCCL's programs do, which
+# occupy multiprocessors that the layers need.
 COPIED = {"xla_gpu_use_memcpy_local_p2p": True}
 
-# Programs traced within it are found again only within it, also those of `jax.jit`.
+# As a part of JAX's context it is a key of the caches of traced and compiled programs.
 _same_bits = jax.make_user_context(default_value=False)
 
 
 def same_bits_are_wanted() -> bool:
-    """Whether the program that is traced now must give the same bits in each run.
+    """Whether the program that is traced now must give equal bits in each run.
 
-    XLA's option does not reach the operations of other libraries.
+    XLA's option does not apply to the operations of other libraries.
     """
     return _same_bits.value
 
@@ -70,7 +70,7 @@ def is_profiled() -> bool:
         return False
     if jax.profiler.TraceAnnotation.is_enabled():
         return True
-    # A session that does not trace the host. JAX's own names, which may change.
+    # A session that does not trace the host. The names are private to JAX and may change.
     state = getattr(getattr(jax, "_src", None), "profiler", None)
     state = getattr(state, "_profile_state", None)
     names = "session", "profile_session"
@@ -78,10 +78,10 @@ def is_profiled() -> bool:
 
 
 def is_timed(modules: Iterable[object]) -> bool:
-    """Whether XLA shall time fusions of a training step of these modules: of click models.
+    """Whether XLA should time fusions for a training step of these modules: for click models.
 
-    A step of theirs is many short fusions. With 4,096 examples they are 4 % faster then, and
-    steps of other models are not (benchmarks/notes/first_result.md).
+    Their steps have many short fusions. With 4,096 examples they become 4 % faster; the
+    steps of other models do not (benchmarks/notes/first_result.md).
     """
     return any(getattr(module, "short_fusions", False) for module in modules)
 
@@ -89,15 +89,15 @@ def is_timed(modules: Iterable[object]) -> bool:
 def gpu_options(
     *, loops_in_graphs: bool = False, timed_fusions: bool = False
 ) -> Mapping[str, Any]:
-    """Options for a program's compiler, as far as XLA takes them; none without a GPU.
+    """The compiler options for a program that this XLA supports; empty without a GPU.
 
     They depend on whether a mesh of several devices is set, see `is_for_one_device`, and on
     whether a profile is being recorded.
 
     Args:
-      loops_in_graphs: whether each loop shall be one CUDA graph, without the host. Left out on
-        a mesh of several devices: such graphs were not tried with their collectives.
-      timed_fusions: fusions are compiled in two ways, to time them. Left out on a mesh of
+      loops_in_graphs: whether each loop becomes one CUDA graph, which runs without the host.
+        Ignored on a mesh of several devices: such graphs were not tried with collectives.
+      timed_fusions: whether fusions are compiled in two ways, to time them. Ignored on a mesh of
         several devices, where it was not tried.
     """
     return _gpu_options(
@@ -120,8 +120,8 @@ def _gpu_options(
         choices.append(WITHOUT_GRAPHS)
     elif loops_in_graphs and one_device:
         choices.append(LOOPS_IN_GRAPHS)
-    # XLA's options are no stable interface. All are asked for at once, so that a process
-    # compiles one program for it.
+    # XLA's options are no stable interface. All of them are checked at once, so that a process
+    # compiles only one program for the check.
     known = (
         WITHOUT_TRITON | WITHOUT_TIMED_FUSIONS | LOOPS_IN_GRAPHS | OVERLAPPED | COPIED
     )
@@ -142,15 +142,15 @@ def _are_taken(*options: tuple[str, Any]) -> bool:
 class Programs:
     """`Keepable(f, ...)` in two forms: `programs[deterministic]`.
 
-    The options of a form are those for the mesh that is set when it is asked for, and for a
-    profile that is being recorded then: ask before each call.
+    Get the form before each call: its options depend on the mesh that is set, and on whether a
+    profile is being recorded.
 
-    A deterministic program gives the same bits in every process on the same kind of GPU.
-    It cannot be called inside another program: that one's options hold for both.
+    A deterministic program gives equal bits in every process on equal GPUs.
+    It cannot be called inside another program, whose options would apply to both.
 
     Args:
       f: the function.
-      inside_others: the other form may be called inside other programs. There it has the
+      inside_others: whether the other form may be called inside other programs, with the
         options of the outer program.
       loops_in_graphs: whether each loop becomes one CUDA graph, without the host.
       timed_fusions: whether fusions are compiled in two ways, to time them; never in
@@ -178,14 +178,14 @@ class Programs:
 
     @functools.cached_property
     def timed(self) -> Programs:
-        """The same programs, with timed fusions."""
+        """These programs with timed fusions."""
         how = {**self._for_gpus, "timed_fusions": True}
         return Programs(
             self._f, inside_others=self._inside_others, **how, **self._options
         )
 
     def __getitem__(self, deterministic: bool) -> Keepable:
-        # Made when it is first asked for: the options ask for the kind of device.
+        # Made at the first call, because the options depend on the kind of device.
         how = dict(self._for_gpus)
         if deterministic:  # times differ from one process to the next
             how["timed_fusions"] = False
