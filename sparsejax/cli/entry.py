@@ -10,9 +10,13 @@ import contextlib
 import os
 import sys
 import threading
-from typing import NoReturn
 
 import sparsejax.ending as ending  # noqa: PLR0402 - `from` asks the package for a name
+
+# `typing` takes 5 ms, in which a signal would not be handled.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 
 class _Hidden:
