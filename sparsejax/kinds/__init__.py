@@ -1,1 +1,3 @@
-"""Items, histories and clicks: what makes them differ, see `kind.Kind`."""
+"""The kinds of models and data: items, histories and clicks. `kind.Kind` defines how they
+differ.
+"""

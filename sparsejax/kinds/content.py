@@ -1,4 +1,4 @@
-"""Content of items in models of items and of histories."""
+"""Item content in models of items and models of histories."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from sparsejax.nn.layers import SparseLinear, SparseOutput
 
 
 def content_of(model: nnx.Module) -> ItemContent | None:
-    """The content that a model has in its output layer, if any."""
+    """The content module in a model's output layer, or None."""
     return getattr(getattr(model, "output", None), "content", None)
 
 
 def fitting(features: ItemFeatures, items: Any) -> ItemFeatures:
-    """Content of the items of a data set, in their order.
+    """The content of a data set's items, in the order of the items.
 
     Args:
-      features: matched by name, or by place if the data have no names.
+      features: content, matched by item name, or by position if the data has no names.
       items: the data, whose features are the items.
 
     Raises:
-      TypeError: `features` are something else.
-      ValueError: no item has content, it says nothing, or the numbers of items differ.
+      TypeError: `features` is not an `ItemFeatures`.
+      ValueError: no item has content, all content is empty, or the numbers of items differ.
     """
     if not isinstance(features, ItemFeatures):
         raise TypeError(
@@ -61,10 +61,10 @@ def sizes_of(features: ItemFeatures) -> ContentSizes:
 
 
 def sizes_among(features: ItemFeatures, items: int) -> ContentSizes:
-    """The sizes of content whose items lie evenly among `items` of a vocabulary.
+    """Sizes of content whose items are spread evenly over a vocabulary of `items` items.
 
     Raises:
-      ValueError: there is content of more items.
+      ValueError: the content has more items than the vocabulary.
     """
     if features.num_items > items:
         raise ValueError(
@@ -83,7 +83,9 @@ def sizes_among(features: ItemFeatures, items: int) -> ContentSizes:
 
 
 def check_same_sizes(features: ItemFeatures, sizes: ContentSizes) -> None:
-    """Raises ValueError unless content has the tags and vectors that a model was made for."""
+    """Raises ValueError if content has other numbers of tags or vectors than the model was made
+    for.
+    """
     given = sizes_of(features)
     found, wanted = ((each.tags, each.vectors) for each in (given, sizes))
     if found != wanted:
@@ -94,7 +96,7 @@ def check_same_sizes(features: ItemFeatures, sizes: ContentSizes) -> None:
 
 
 def set_content(model: nnx.Module, features: ItemFeatures, *, new: bool) -> None:
-    """Gives a model the content of its items.
+    """Sets the item content of a model.
 
     Args:
       model: a model made for content of these sizes.
@@ -109,10 +111,10 @@ def set_content(model: nnx.Module, features: ItemFeatures, *, new: bool) -> None
 
 
 def count_entries(model: nnx.Module, counts: np.ndarray) -> None:
-    """Tells a model with content how many entries each item has in the training data.
+    """Sets, in a model with content, the number of training entries of each item.
 
-    An item keeps the largest number that it ever had, so that training with a later part of
-    the data forgets no item.
+    The stored number of an item never decreases, so that training on a later part of the data does
+    not reset an item.
     """
     if (content := content_of(model)) is not None:
         known = to_host(content.entries[...])[: len(counts)]
@@ -120,7 +122,9 @@ def count_entries(model: nnx.Module, counts: np.ndarray) -> None:
 
 
 def check_counted(model: Any) -> None:
-    """Raises NotImplementedError if a model has content, as scanned data is not counted."""
+    """Raises NotImplementedError for a model with content: items of scanned data are not
+    counted.
+    """
     if content_of(model) is not None:
         raise NotImplementedError(
             "a model with content of its items has to know how many entries each item has, "
@@ -129,12 +133,12 @@ def check_counted(model: Any) -> None:
 
 
 def copied(model: nnx.Module) -> Any:
-    """A copy, whose weights are the same arrays."""
+    """A copy of a model that shares its weight arrays."""
     return nnx.merge(*nnx.split(model), copy=True)
 
 
 def without_content(model: nnx.Module) -> Any:
-    """A copy whose items are only what they learned for themselves: `a(n) R`."""
+    """A copy whose item vectors have only their own learned part, `a(n) R`, without content."""
     model = copied(model)
     content = content_of(model)
     assert content is not None
@@ -145,9 +149,9 @@ def without_content(model: nnx.Module) -> Any:
 
 
 def finished(model: Any) -> Any:
-    """A model for many calls: a copy, whose items' vectors are made now, once.
+    """A copy of a model with content whose item vectors are computed once, for many calls.
 
-    A model without content is itself.
+    A model without content is returned unchanged.
     """
     if content_of(model) is None:
         return model
@@ -157,7 +161,9 @@ def finished(model: Any) -> Any:
 
 
 def finish_vectors(model: nnx.Module) -> None:
-    """Puts the vectors of items with content in place of the kernel, in the model itself."""
+    """Replaces the output kernel of a model by the item vectors computed from content, in
+    place.
+    """
     layers = [
         node
         for _, node in nnx.iter_graph(model)
@@ -180,7 +186,7 @@ def _vectors(output: SparseOutput) -> jax.Array:
 
 
 def _parts(features: ItemFeatures):
-    """Tags and vectors, without entries that are 0: they are no content of their item."""
+    """Tags and vectors without zero entries: a zero counts as no content."""
     if not len(features.tag_names):
         return None, features.vectors
     tags = features.tags

@@ -1,4 +1,4 @@
-"""The common part of items and histories, the acts of users."""
+"""The common base of the kinds items and histories, which both store events of users."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from sparsejax.options.training import Repeated, Training
 from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sparse import CSR
 
-# Temperatures of models whose scores are cosines, for `tune`.
+# Range of temperatures that `tune` tries for models with cosine scores.
 TEMPERATURES = Range(0.03, 1.0, log=True)
 
 
@@ -50,7 +50,7 @@ class Interactions[
     Config: NetworkConfig | SequenceConfig,
     Data: SparseDataset | SequenceDataset,
 ](Kind[Config, Data, Names]):
-    """A kind of models that rank items."""
+    """Base of the kinds whose models rank items."""
 
     @abc.abstractmethod
     def read(
@@ -64,36 +64,40 @@ class Interactions[
         """Reads rows from a file or a table.
 
         Args:
-          source: the file, the table or a data set.
+          source: file, table or data set.
           reading: settings of reading: the format and the columns.
-          features: names of the features, or a data set that has them; by default those of the
-            source.
-          indicator: whether values are ignored, whatever `reading` says.
+          features: names of the features, or a data set with these names. By default the names in
+              the source are used.
+          indicator: whether values are ignored, even if `reading` does not ask for it.
         """
 
     @abc.abstractmethod
     def scan(self, training: Training) -> tuple[ScannedEntries[Any], Sequence[int]]:
-        """Data that is read in chunks while training, and the number of rows in each."""
+        """Opens data that is read in chunks during training; returns it with the rows of each
+        chunk.
+        """
 
     @abc.abstractmethod
     def matrix(self, data: Data) -> SparseDataset:
-        """The rows as a matrix of items."""
+        """The data as a matrix of rows and items."""
 
     @abc.abstractmethod
     def counts(self, data: Data) -> np.ndarray:
-        """`[items]` how often each occurs."""
+        """`[items]` number of occurrences of each item."""
 
     @abc.abstractmethod
     def fingerprint(self, data: Data) -> str:
         """The fingerprint of data in memory."""
 
     def split(self, validation: Any, data: Data, path: Any) -> Split[Data] | None:
-        """The split of data that `validation` asks for; None if it is data of its own.
+        """Splits data into training and validation parts;
+
+        None if `validation` is a separate data set.
 
         Args:
-          validation: a share, or "last"; or data.
-          data: the data.
-          path: name of its source, for messages.
+          validation: a share, "last", or a separate data set.
+          data: the data to split.
+          path: name of the data's source, for messages.
         """
         return validation_split(validation, data)
 
@@ -102,7 +106,7 @@ class Interactions[
         return self.read(training.data, training)
 
     def with_targets(self, data: Data, recorded: Repeated) -> Data:
-        """The data with the targets that the options of a training name."""
+        """Sets the targets that the options of a training name."""
         return data
 
     def source(self, training: Training, before: Opened | None) -> Source:
@@ -124,7 +128,7 @@ class Interactions[
                 training.say(f"validation: {parts}")
             validation = fingerprint_of_heldout(self.matrix(heldout), data.row_names)
             if getattr(heldout, "events", None) is not None:
-                # Their columns decide on the targets, and are the context.
+                # The event columns of the rows select the targets, and are the context.
                 own = heldout.align_rows(data.row_names, missing="empty")
                 validation = f"{validation}-{self.fingerprint(own)}"
         return Source(
@@ -169,7 +173,7 @@ class Interactions[
         return self.read(source, reading, features=run.known, indicator=indicator)
 
     def heldout(self, source: Any, reading: Reading, data: Data, path: Any) -> Data:
-        """Reads held-out entries of rows of data that was read from a path."""
+        """Reads held-out entries for rows of `data`, which was read from `path`."""
         found = self.read(source, reading, features=data, indicator=True)
         return check_heldout(source, found, data, path)
 
@@ -191,11 +195,13 @@ class Interactions[
         return self.matrix(shown).without_values().merge(unwanted)
 
     def by_kinds(self, heldout: Data, by: str | None) -> dict[str, str]:
-        """The option `by` of `evaluate`, by which kinds of events are measured apart."""
+        """Arguments for `evaluate` that measure each kind of event separately; empty without
+        `by`.
+        """
         return {}
 
     def facts_of(self, data: Data) -> list[str]:
-        """Further facts of some data, for a report."""
+        """Additional facts about data, for a report."""
         return []
 
     def add_new(
@@ -222,7 +228,7 @@ class Interactions[
         return fingerprint(known)
 
     def excluded_in_validation(self, data: Data) -> Literal["inputs"] | None:
-        """`exclude` of `evaluate` on held-out items, as `fit` validates."""
+        """The `exclude` option that `evaluate` uses on held-out items when `fit` validates."""
         return "inputs"
 
     def validated(
@@ -272,7 +278,7 @@ class Interactions[
             )
         model, names = run.model(), item_names(run.known)
         if asked.inputs is None:
-            # Without data: by the order of the vocabulary, which popularity decided.
+            # Without data, popularity is taken from the vocabulary, which is ordered by it.
             counts = -popularity_ranks(len(names))
             return Findings(model=model, facts=[f"{len(names):,} items"], counts=counts)
         measured = heldout = None
@@ -311,17 +317,16 @@ def with_content(
     data: Any,
     counts: Callable[[Any], np.ndarray],
 ) -> tuple[Any, ItemFeatures | None]:
-    """The data with the items that only the content has, and the content of all items.
+    """Adds to the data items that only the content has; returns it and the content of all items.
 
     Args:
-      training: settings of the training, with the content.
-      before: the run that is trained on, if there is one.
-      data: the events.
-      counts: function that returns for each item of data how many events it has.
+      training: settings of the training, including the content.
+      before: the earlier run that is trained further, or None.
+      data: events to train on.
+      counts: function that returns the number of events of each item of the data.
 
     Raises:
-      ValueError: a run that goes on from another one has content and the other has none,
-        or the other way round.
+      ValueError: an earlier run is trained further, and only one of both trainings has content.
     """
     known = given = training.item_features
     if before is not None:
@@ -340,7 +345,7 @@ def with_content(
         features = read_item_features(given)
     for name, became in features.columns.items():
         training.say(f"content of items: {name}: {became}")
-    features.align(data)  # is it of these items?
+    features.align(data)  # raises an error if the content is of other items
     data = data.align_features(features.names_after(data))
     features = fitting(features, data)
     if before is not None:

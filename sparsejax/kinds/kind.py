@@ -1,7 +1,7 @@
-"""The differences between items, histories and clicks: nothing else differs.
+"""The interface `Kind`, which holds all differences between items, histories and clicks.
 
-A kind is one class. Its methods stand in the order of a model's life: its configuration, its data,
-its training, its uses.
+Each kind is one class. Its methods follow the life of a model: configuration, data, training,
+uses.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from sparsejax.options.training import Fit, Training
 
 @runtime_checkable
 class OfKind(Protocol):
-    """Data whose class says its kind, in memory or on disk. Matrices of items say none.
+    """Data whose class names its kind, in memory or on disk. Matrices of items name none.
 
-    `SequenceDataset`, `ClickDataset` and what scans them are such classes.
+    `SequenceDataset`, `ClickDataset` and their scanned forms are such classes.
     """
 
     kind: ClassVar[str]
@@ -51,17 +51,17 @@ class OfKind(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """Settings with which a kind of model is trained, unless others are asked for.
+    """Default settings for training a kind of model.
 
     Attributes:
-      batch_size: examples of a step.
-      least_epochs: smallest number of passes over the data.
-      least_steps: smallest number of steps: few rows take more epochs.
+      batch_size: number of examples in a step.
+      least_epochs: least number of passes over the data.
+      least_steps: least number of steps, so that few rows are passed over more often.
       optimizer: name of the optimizer's rule.
-      options: options of this rule.
-      learning_rate: learning rate at its highest. It was chosen on held-out training entries of
-        six data sets: docs/choosing.md.
-      most_epochs: largest number of passes. With more, little data would be learned by heart.
+      options: options of the optimizer's rule.
+      learning_rate: peak learning rate. It was chosen on held-out training entries of six data
+          sets: docs/choosing.md.
+      most_epochs: largest number of passes, which keeps the model from memorizing small data.
     """
 
     batch_size: int
@@ -73,35 +73,37 @@ class Defaults:
     most_epochs: int = 300
 
     def num_epochs(self, steps: int) -> int:
-        """Epochs, if one has so many steps."""
+        """Default number of epochs, given the number of steps in one epoch."""
         wanted = max(self.least_epochs, math.ceil(self.least_steps / steps))
         return min(wanted, self.most_epochs)
 
     def for_data(self, data: Any, *, continued: bool = False) -> Defaults:
-        """The settings for some data.
+        """Adapts the defaults to some data.
 
         Args:
-          data: data to train on, or its number of examples. A stream has none yet.
-          continued: whether a trained model is trained on.
+          data: data to train on, or its number of examples. A stream has no examples yet.
+          continued: whether an already trained model is trained further.
         """
         return self
 
     def of_loop(self, data: Any) -> tuple[int, int]:
-        """Batch size and epochs of `fit` for some data."""
+        """Default batch size and number of epochs of `fit` for some data."""
         return 512, 20
 
     def constant_rule(self, data: Any) -> Rule:
-        """The rule of `build`, which does not know how long a training will be."""
+        """The rule for `build`: with a constant learning rate, as the number of steps is not
+        known.
+        """
         return optimizers.get("adam", learning_rate=1e-3)
 
 
 class Range(NamedTuple):
-    """Numbers that `tune` draws from.
+    """A range from which `tune` draws numbers.
 
     Attributes:
-      low: the least.
-      high: the largest.
-      log: whether the logarithm is drawn evenly.
+      low: smallest number.
+      high: largest number.
+      log: whether the logarithm is drawn uniformly.
     """
 
     low: float
@@ -109,16 +111,16 @@ class Range(NamedTuple):
     log: bool = False
 
 
-# The settings that `tune` draws.
+# Settings that `tune` draws: for each name a range, or a tuple of values.
 Tuned = Mapping[str, Range | tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Maker[Model: nnx.Module]:
-    """Makes a new model and its optimizer, not placed on a mesh.
+    """Makes a new model and its optimizer, without placing them on a mesh.
 
     Attributes:
-      build: function that makes the model, given random streams.
+      build: function that makes the model from random streams (`nnx.Rngs`).
     """
 
     build: Callable[..., Model]
@@ -129,13 +131,13 @@ class Maker[Model: nnx.Module]:
 
 
 class DataSizes(NamedTuple):
-    """The sizes of data that is not read, for `plan`.
+    """Sizes of data that is not read, for `plan`.
 
     Attributes:
       rows: number of rows.
       items: number of items.
       entries: number of entries, over all rows.
-      features: number of input features, if they are not the items.
+      features: number of input features; None if the inputs are the items.
     """
 
     rows: int
@@ -145,12 +147,12 @@ class DataSizes(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """The metrics of a run.
+    """Metrics of a run, and data for baselines.
 
     Attributes:
-      metrics: the metrics.
-      beside: function that returns the data on which baselines are measured, and the data that
-        they are made of, if the model ranks items.
+      metrics: metrics by name.
+      beside: for models that rank items, a function that returns the data to measure baselines on,
+          and the data to make them from.
     """
 
     metrics: Mapping[str, float]
@@ -160,19 +162,18 @@ class Measurement(NamedTuple):
 class Kind[Config: codec.Config, Data, Known](abc.ABC):
     """A kind of model and of its data.
 
-    Verbs call it to work with a model and with data in memory. Runs call it where they have
-    names: names of files, of a run folder, of options. Arguments of a method that is called
-    like a verb are those of the verb.
+    Verbs call it to work with a model and data in memory. Runs call it with names: of files, of a
+    run folder, of options. A method that is named after a verb takes the arguments of the verb.
 
     Attributes:
       name: name of the kind of rows: "items", "histories" or "clicks".
-      about: sentence on what a model has learned, in plain words.
-      numbered: word for the columns of the data, in messages.
-      ranks_items: whether the models have items to rank, and vectors of them.
+      about: sentence about what a model has learned, in plain words.
+      numbered: word for the data's columns, in messages.
+      ranks_items: whether the models rank items and have item vectors.
       defaults: default settings of a training.
-      default_model: name of the model that data of this kind trains by default.
+      default_model: name of the default model for data of this kind.
       held_out: the part of the data that `tune` holds out by default.
-      tuned: the settings that `tune` draws: one of some sizes, or of a range.
+      tuned: settings that `tune` draws, each from some sizes or from a range.
     """
 
     name: ClassVar[KindName]
@@ -187,144 +188,150 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     # The configuration.
 
     def defaults_of(self, config: Config) -> Defaults:
-        """The defaults of a configuration."""
+        """The default training settings for a configuration."""
         return self.defaults
 
     @abc.abstractmethod
     def read_config(self, document: codec.Json) -> Config:
-        """The configuration of a JSON object."""
+        """Makes a configuration from a JSON object."""
 
     def described(
         self, model: str, options: Described = BY_DEFAULT
     ) -> tuple[Config, Collection[str]]:
-        """The configuration that options describe, and its settings that data decides."""
+        """Makes a configuration from options; returns it and the names of settings that data
+        decides.
+        """
         return self.read_config({"version": 1, "model": model}), ()
 
     def with_negatives(
         self, config: Config, negatives: int | None, origin: bool
     ) -> Config:
-        """The configuration with a loss over so many items.
+        """Sets the number of items that the configuration's loss samples.
 
         Args:
           config: the configuration.
-          negatives: number of items; None for all items.
-          origin: whether it is that of a run that is trained on.
+          negatives: number of sampled items; None for a loss over all items.
+          origin: whether the configuration comes from an earlier run that is trained further.
         """
         return config
 
     def with_dynamic(self, config: Config, num_rows: int | None) -> Config:
-        """The configuration with dynamic tables of so many rows; None leaves it as it is."""
+        """Sets the number of rows of dynamic tables; with None the configuration is returned
+        unchanged.
+        """
         return config
 
     def suited(
         self, config: Config, training: Training, source: Source
     ) -> tuple[Config, str]:
-        """The configuration as it suits the data, and what to say about it."""
+        """Adapts the configuration to the data; returns it and a message about it."""
         return config, ""
 
     def suited_to_sizes(
         self, config: Config, suited: Collection[str], sizes: DataSizes
     ) -> tuple[Config, str]:
-        """The configuration as `suited` makes it for data of which only the sizes are known.
+        """Adapts the configuration, as `suited` does, if only the sizes of the data are known.
 
         Args:
           config: the configuration.
-          suited: its settings that the data decides.
+          suited: names of settings that the data decides.
           sizes: the sizes of the data.
         """
         return config, ""
 
     def tuned_in(self, config: Config) -> dict[str, Any]:
-        """The settings of a configuration that `tune` draws, with their values."""
+        """The values of those settings of a configuration that `tune` draws."""
         return {name: getattr(config, name) for name in self.tuned}
 
     def choices(self, config: Config) -> Tuned:
-        """`tuned`, without the values that do not go with a configuration."""
+        """The entries of `tuned` whose values are valid for a configuration."""
         return self.tuned
 
     def with_tuned(self, config: Config, chosen: Mapping[str, Any]) -> Config:
-        """The configuration with other values of the settings that `tune` draws."""
+        """A configuration in which settings that `tune` draws have new values."""
         return dataclasses.replace(config, **chosen)
 
     @abc.abstractmethod
     def maker(
         self, config: Config, data: Any, targets: Any = None, *, content: Any = None
     ) -> Maker:
-        """A maker of models that fit the data, of which it keeps nothing. For `build`.
+        """Makes a `Maker` of models that fit the data, but does not keep the data. For `build`.
 
-        `content` are the `ContentSizes` of what is known of the items.
+        `content` is the `ContentSizes` of the item content, or None.
         """
 
     def prepare(self, model: nnx.Module, data: Data) -> None:
-        """Computes the parts of a model that are not trained, before it is. For `build`."""
+        """Computes the untrained parts of a new model from data. For `build`."""
         return
 
     def save_final(self, path: pathlib.Path, config: Config, source: Source) -> None:
-        """Writes a part that a trained model gets at last, made of all data, if it has one."""
+        """Writes a part fitted on all data, which a model gets after training, if its kind has
+        one.
+        """
         return
 
     def set_final(self, model: nnx.Module, path: pathlib.Path) -> None:
-        """Gives a trained model the part that `save_final` wrote."""
+        """Loads the part that `save_final` wrote into a trained model."""
         raise NotImplementedError
 
     # The data of a run.
 
     def schema(self, columns: Clicks) -> Any:
-        """The columns of clicks or of events, if the options of a command name them."""
+        """The schema of click or event columns, if the options of a command name columns."""
         return None
 
     @abc.abstractmethod
     def source(self, training: Training, before: Opened | None) -> Source:
-        """All of the data, and what is held out.
+        """Reads the training data and the held-out data.
 
         Args:
           training: settings of the training, with its files.
-          before: the run that is trained on, if there is one.
+          before: the earlier run that is trained further, or None.
         """
 
     @abc.abstractmethod
     def scanned(self, training: Training) -> Source:
-        """Data that is read in chunks while training."""
+        """Opens data that is read in chunks during training."""
 
     def followed(self, training: Training, before: Opened | None) -> Source:
-        """The data of a run that follows: it has no rows yet, only columns.
+        """Data for a run that follows a folder: it has columns, but no rows yet.
 
         Args:
           training: settings of the training, with its folder.
-          before: the run that is trained on, if there is one.
+          before: the earlier run that is trained further, or None.
         """
         raise NotImplementedError(f"a run of {self.name} cannot follow")
 
     def read_followed(self, path: str, known: Known, reading: Reading) -> Data | None:
-        """The rows of a file of a run that follows; None if it has none."""
+        """Reads the rows of a file in a followed folder; None if the file has no rows."""
         raise NotImplementedError(f"a run of {self.name} cannot follow")
 
     def is_indicator(self, data: Any) -> bool:
-        """Whether data of items has no values, see `Source.indicator`."""
+        """Whether the data has items without values, see `Source.indicator`."""
         return True
 
     @abc.abstractmethod
     def account(self, data: Data) -> str:
-        """How large the data is."""
+        """A line of text with the size of the data."""
 
     @abc.abstractmethod
     def known_of(self, data: Data) -> Known:
-        """The part of the data that a run folder keeps, see `Source.known`."""
+        """The part of the data that is stored in a run folder, see `Source.known`."""
 
     @abc.abstractmethod
     def load_known(self, path: pathlib.Path) -> Known:
-        """Reads from a file of `like` what a run folder keeps to read other data by."""
+        """Reads `Source.known` from a file that holds the result of `like`."""
 
     @abc.abstractmethod
     def num_known(self, known: Known) -> int:
-        """The number of known features, see `Source.num_features`."""
+        """Number of known features, see `Source.num_features`."""
 
     @abc.abstractmethod
     def fingerprint_of(self, known: Known) -> str:
-        """The fingerprint of `Source.known` in a run's settings."""
+        """Fingerprint of `Source.known`, for a run's settings."""
 
     def like(self, known: Known) -> Any:
-        """Data without rows, to which `maker` makes models fit. A run folder keeps it."""
+        """Data without rows, stored in a run folder. `maker` can make models from it."""
         return known
 
     # Training.
@@ -333,21 +340,24 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     def examples(
         self, model: Any, inputs: Any, targets: Any, weights: ArrayLike | None
     ) -> Examples:
-        """The examples to train on, from data in memory. For `place`."""
+        """Makes the examples to train on, from data in memory. For `place`."""
 
     @abc.abstractmethod
     def job(self, asked: Fit) -> Job:
-        """The examples to train on, and how the model is measured. For `fit`."""
+        """Makes the training job: examples and validation. For `fit`."""
 
     def suit_to_memory(
         self, model: Any, optimizer: Optimizer, data: Data, batch_size: int
     ) -> None:
-        """Makes training take less memory, where it does not fit otherwise. For `fit`."""
+        """Changes how the model trains so that it needs less memory, if memory is short.
+
+        For `fit`.
+        """
         return
 
     @abc.abstractmethod
     def workload(self, asked: Plan, batch: int) -> Workload:
-        """The sizes on which the memory of training depends. For `plan`.
+        """The sizes that determine the memory of training. For `plan`.
 
         Args:
           asked: the call of `plan`.
@@ -357,50 +367,52 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     def tables(
         self, config: Config, rule: Rule, schema: Any, examples: str | None
     ) -> tuple[Mapping[str, Any], Mapping[str, str]] | None:
-        """The tables and the features of a model whose tables are placed, for `plan`.
+        """The tables by name, and the table of each feature, of a model with placed tables.
 
-        None is for other models, which are planned by their workload.
+        For `plan`.
+
+        The result is None for other models: they are planned by their workload.
 
         Args:
           config: the configuration.
           rule: the optimizer's rule.
           schema: the columns of the data.
-          examples: a file whose categories are counted.
+          examples: name of a file whose categories are counted, or None.
         """
         return None
 
     def columns_to_plan(
         self, schema: Any, examples: str | None, users: Any
     ) -> dict[str, Any]:
-        """Arguments of `plan` for the columns of data that has no tables to place.
+        """Arguments of `plan` that describe columns of data without placed tables.
 
         Args:
           schema: the columns of the data.
-          examples: a file whose categories are counted.
+          examples: name of a file whose categories are counted, or None.
           users: a table of users, or None.
         """
         return {}
 
     def metric(self, k: int, data: Any) -> str:
-        """The validation metric that decides for a model of some data."""
+        """Name of the validation metric by which models of some data are compared."""
         return f"ndcg@{k}"
 
     @abc.abstractmethod
     def add_new(
         self, model: nnx.Module, known: Known, data: Data, optimizer: Optimizer | None
     ) -> None:
-        """Makes a model of what is known fit data that begins with it, in place.
+        """Extends a model, in place, by the new features of the data.
 
         Args:
           model: a trained model.
-          known: names of the features, or the data set without examples, that the model was
-            made for.
-          data: data to train on. Its features begin with those of `known`.
-          optimizer: the optimizer of the model, if its state is kept.
+          known: names of the features that the model was made for, or a data set without examples
+              that has them.
+          data: data to train on. Its first features are those of `known`.
+          optimizer: the model's optimizer, if its state is kept, else None.
         """
 
     def doubts(self, model: nnx.Module, source: Source, k: int) -> str | None:
-        """A warning after training if something simpler is better than the model, or None.
+        """A warning after training, if a simpler model is better than this one; else None.
 
         Args:
           model: the trained model.
@@ -413,7 +425,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     def validated(
         self, model: nnx.Module, source: Source, k: int
     ) -> Mapping[str, float]:
-        """The metrics of held-out data, as `fit` measures them, with the figures of its rows.
+        """The validation metrics of `fit` on held-out data, and figures of the held-out rows.
 
         Args:
           model: the trained model.
@@ -427,63 +439,68 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     def shown(
         self, model: Any, inputs: Any, exclude: Any
     ) -> tuple[Recommender, Inputs, Any]:
-        """A model that ranks items, its inputs, and what to exclude. For `recommend`."""
+        """Prepares a ranking: the model as a recommender, its inputs, and the items to exclude.
+
+        For `recommend`.
+        """
 
     def ranked_by(self, ranker: Any, inputs: Any, rank_by: str) -> Recommender:
-        """The result of `shown`, ranking by a label of the next event. For `recommend`."""
+        """A recommender from `shown` that ranks by a label of the next event. For `recommend`."""
         raise ValueError(
             "rank_by is for histories, a SequenceDataset; leave it out, or give it to two stages "
             "when they are made: TwoStage(rank_by=...)"
         )
 
     def encoder(self, model: Any, inputs: Any) -> tuple[Any, Inputs]:
-        """A model that makes vectors of rows, and its inputs. For `user_vectors`."""
+        """The model as an encoder of rows, and its inputs. For `user_vectors`."""
         encoder, shown, _ = self.shown(model, inputs, None)
         return encoder, shown
 
     @abc.abstractmethod
     def evaluate(self, asked: Measure) -> dict[str, float]:
-        """Metrics of what was held out. For `evaluate`."""
+        """Computes metrics on held-out data. For `evaluate`."""
 
     @abc.abstractmethod
     def portable(self, asked: Write) -> Any:
-        """The model as a function of arrays, a `Portable`. For `export_predictor`."""
+        """Converts the model to a function of arrays, a `Portable`. For `export_predictor`."""
 
     def asked_in_shell(self, command: Evaluate) -> Evaluate:
-        """The measurement that the files of a command ask for."""
+        """Converts the files named by a command to arguments of an evaluation."""
         return command
 
     @abc.abstractmethod
     def measured(self, asked: Evaluate, reading: Reading, run: Opened) -> Measurement:
-        """The metrics of a run."""
+        """Measures a run on held-out data."""
 
     def targets_alone(
         self, asked: Evaluate, reading: Reading, run: Opened, other: Opened
     ) -> Any:
-        """The held-out data of another run that is compared with a run, which may have targets."""
+        """Held-out data, which may have separate targets, of the run that a run is compared
+        with.
+        """
         return asked.heldout
 
     def corrected(self, run: Opened, correcting: Correcting, reading: Reading) -> Any:
-        """The model of a run, which may be corrected."""
+        """The model of a run, with its probabilities corrected if options ask for it."""
         return run.model()
 
     def read_shown(self, source: Any, reading: Reading, run: Opened) -> Any:
-        """The rows of a file or of data that the model of a run is shown, to rank items."""
+        """Reads the rows for which the model of a run ranks items, from a file or data."""
         raise ValueError(f"a model of {self.name} has no items to rank: use predict")
 
     def excluded(
         self, asked: Recommend, reading: Reading, run: Opened, shown: Any
     ) -> Any:
-        """The items that a run is not to recommend to the rows that it is shown."""
+        """The items that must not be recommended to the given rows."""
         return
 
     def probabilities(self, examples: Any, reading: Reading, run: Opened) -> Any:
-        """The probability of a click of each example."""
+        """Predicted probabilities of a click, for each example."""
         raise ValueError(f"a model of {self.name} ranks items: use recommend")
 
     @abc.abstractmethod
     def findings(self, asked: Paged, reading: Reading, run: Opened) -> Findings:
-        """The facts of a report about a run and its data."""
+        """Facts about a run and its data, for a report."""
 
 
 # A kind is imported when it is first used.
@@ -491,10 +508,10 @@ _KINDS = {*MODELS.values()}
 
 
 def kind_of(described: object) -> Kind:
-    """The kind of data, of a configuration or of a model.
+    """Finds the kind of data, of a configuration or of a model.
 
-    Their class says it by an attribute `kind`; what says nothing is of items. A module of
-    one's own that says nothing is told by how it is called, see `kind_of_model`.
+    Its class names the kind by an attribute `kind`; without one it is of the kind "items". For
+    models of user-defined classes see `kind_of_model`.
 
     >>> kind_of(train).name
     'items'
@@ -504,10 +521,10 @@ def kind_of(described: object) -> Kind:
 
 
 def kind_of_model(model: object) -> Kind:
-    """`kind_of`, of models also by their methods: a class of one's own need not say its kind.
+    """Finds the kind of a model, also of a class without an attribute `kind`.
 
-    What ranks items has `top_k`, and `num_features` if it reads rows of items. What predicts
-    clicks is only called.
+    A class without it is recognized by its methods. A model that ranks items has `top_k`, and
+    `num_features` if it reads rows of items. A click model is only called.
     """
     if getattr(type(model), "kind", None) in _KINDS:
         return kind_of(model)
@@ -518,21 +535,21 @@ def kind_of_model(model: object) -> Kind:
 
 @functools.cache
 def kind_called(name: str) -> Kind:
-    """The kind of this name."""
+    """The kind with this name."""
     return importlib.import_module(f"sparsejax.kinds.{name}.kind").KIND
 
 
 def kind_for(model: str | None) -> Kind:
-    """The kind of the models of this name; None is the default model."""
+    """The kind of the model with this name; None is the default model."""
     return kind_called(MODELS[model or DEFAULT_MODEL])
 
 
 def config_of(document: codec.Json) -> Any:
-    """The configuration of a JSON object: of a network if it names no "model".
+    """Makes a configuration from a JSON object: of a network if the object has no "model".
 
     Raises:
-      ValueError: the document is something else.
-      TypeError: a value is of a wrong type.
+      ValueError: the document is not a configuration.
+      TypeError: a value has a wrong type.
     """
     if not isinstance(document, Mapping) or "model" not in document:
         return kind_for(None).read_config(document)

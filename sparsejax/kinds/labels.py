@@ -1,4 +1,4 @@
-"""Metrics of labels, from the scores of a model: of clicks, and of events in histories."""
+"""Metrics of label predictions, for clicks and for events in histories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparsejax import metrics
 from sparsejax.data.sets.click_schema import LabelColumn
 
 METRICS = ("auc", "log_loss", "normalized_entropy", "calibration")
-# The metrics of labels that are numbers, by their losses.
+# Names of metrics for numeric labels, by loss.
 OF_NUMBERS = {
     "log_loss": "log_loss",
     "squared": "squared_error",
@@ -20,9 +20,9 @@ OF_NUMBERS = {
 
 
 class Found(NamedTuple):
-    """Scores of examples, `[examples]` each; groups only if they were asked for.
+    """Scores, labels and weights `[examples]`; groups only if they were asked for.
 
-    With several labels logits and labels are `[examples, labels]`, and weights may be.
+    With several labels, logits and labels are `[examples, labels]`, and weights can be, too.
     """
 
     logits: np.ndarray
@@ -31,7 +31,7 @@ class Found(NamedTuple):
     weights: np.ndarray | None
 
     def of_label(self, place: int | slice = slice(None)) -> Found:
-        """Figures of the examples that have a label, and a weight above 0."""
+        """Selects the examples that have the label and a weight above 0."""
         logits, labels = self.logits[..., place], self.labels[..., place]
         groups, weights, there = self.groups, self.weights, ~np.isnan(labels)
         if weights is not None:
@@ -46,14 +46,14 @@ class Found(NamedTuple):
 
 
 def probabilities_of(logits: np.ndarray) -> np.ndarray:
-    import scipy.special  # only labels need it
+    import scipy.special  # imported here, as only labels need it
 
     return scipy.special.expit(logits)
 
 
 def of_binary(found: Found, label: str = "labels") -> dict[str, float]:
-    """The metrics of a label with 0 and 1, which a warning calls `label`."""
-    # In float64, so that a sure prediction is not rounded to 0 or 1.
+    """The metrics of a binary label. `label` is its name in warnings."""
+    # Float64, so that probabilities near 0 or 1 are not rounded to 0 or 1.
     p = probabilities_of(found.logits.astype(np.float64))
     weights, groups = found.weights, found.groups
     log_loss = {"log_loss": metrics.log_loss(p, found.labels, weights)}
@@ -82,7 +82,7 @@ def of_binary(found: Found, label: str = "labels") -> dict[str, float]:
 
 
 def errors_of(found: Found, column: LabelColumn) -> np.ndarray:
-    """`[examples]` losses of a label that is a number, in float64."""
+    """`[examples]` losses of a numeric label, in float64."""
     z, y = found.logits.astype(np.float64), found.labels.astype(np.float64)
     if column.is_probability:
         return np.logaddexp(0, z) - y * z
@@ -93,10 +93,11 @@ def errors_of(found: Found, column: LabelColumn) -> np.ndarray:
 
 
 def of_number(found: Found, column: LabelColumn) -> dict[str, float]:
-    """The metrics of a label that is a number: its loss, and the calibration.
+    """The metrics of a numeric label: its loss, and its calibration.
 
-    Of a quantile that is the share of the labels that are not above the prediction, which should
-    be the quantile; of others the predicted sum over that of the labels.
+    For a quantile, the calibration is the share of labels that do not exceed the prediction, which
+    should equal the quantile. For other losses it is the predicted sum divided by the sum of the
+    labels.
     """
     mean = np.average(errors_of(found, column), weights=found.weights)
     measured = {OF_NUMBERS[column.loss]: float(mean)}
@@ -111,7 +112,10 @@ def of_number(found: Found, column: LabelColumn) -> dict[str, float]:
 
 
 def of_label(found: Found, column: LabelColumn, name: str) -> dict[str, float]:
-    """The metrics of one label, `METRIC/NAME`; none, and a warning, if no example has it."""
+    """The metrics of a label, named `METRIC/NAME`.
+
+    If no example has the label, warns and returns none.
+    """
     if not len(found.labels):
         weight = "" if found.weights is None else " and a weight above 0"
         message = f"no example has the label {name!r}{weight}: it has no metrics"

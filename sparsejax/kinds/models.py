@@ -1,6 +1,6 @@
-"""The names of models, and their kinds. It imports nothing: `--help` answers at once."""
+"""Names of models and their kinds. It imports nothing, so that `--help` answers at once."""
 
-# The first is trained unless another one is named.
+# The first model is the default.
 MODELS = {
     "autoencoder": "items",
     **dict.fromkeys(("sasrec", "hstu", "gru"), "histories"),

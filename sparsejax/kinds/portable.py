@@ -1,4 +1,4 @@
-"""A model as a function of arrays, which a predictor's file can hold."""
+"""Converts a model to a function of arrays, for a predictor's file."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from sparsejax.sparse import CSR
 
 
 class Portable(NamedTuple):
-    """The parts that a kind of model gives to a predictor.
+    """Parts of a model for a predictor's file.
 
     Attributes:
-      stated: descriptions of inputs and outputs in the signature, by the names of its fields.
+      stated: descriptions of inputs and outputs for the signature, by field name.
       function: `(weights, inputs) -> outputs`, see `predictors.stablehlo`.
-      weights: the function's first argument.
-      vocabularies: names, by the sort of things that they name.
-      beside: arrays that follow the weights in the file.
+      weights: first argument of the function.
+      vocabularies: lists of names, by what they name.
+      beside: arrays that are stored after the weights in the file.
     """
 
     stated: dict[str, Any]
@@ -52,15 +52,16 @@ class Portable(NamedTuple):
 
 
 def split(model: Any) -> tuple[Callable[[Any], Any], Any]:
-    """A function that makes a model of its state, on one device; and the state.
+    """Splits a model into its state and a function that makes a model, on one device, from a
+    state.
 
-    The model is changed: give a copy.
+    This changes the model: pass a copy.
     """
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Variable):
             node.set_metadata(out_sharding=None)  # the program is for one device
         elif hasattr(node, "implementation"):
-            # A GPU program is for one platform; this program is for two.
+            # A GPU kernel is compiled for one platform; this program must run on two.
             node.implementation = "xla"
     graphdef, keys, state = nnx.split(model, nnx.RngState, ...)
     with without_mesh():
@@ -69,7 +70,7 @@ def split(model: Any) -> tuple[Callable[[Any], Any], Any]:
 
 
 def _on_this_process(state: jax.Array) -> jax.Array:
-    """A key or a count that all processes have, on this process's devices alone."""
+    """Copies a key or counter, replicated over all processes, to this process's devices."""
     if not jax.dtypes.issubdtype(state.dtype, jax.dtypes.prng_key):
         return jnp.asarray(np.asarray(state))
     words = jnp.asarray(np.asarray(jax.random.key_data(state)))
@@ -77,9 +78,9 @@ def _on_this_process(state: jax.Array) -> jax.Array:
 
 
 def _ends_in_its_layer(model: nnx.Module) -> bool:
-    """Whether `top_k` is that of the output layer for what `queries` gives.
+    """Whether `top_k` applies the output layer to the result of `queries`, and nothing else.
 
-    A class says so of its own methods. A class that inherits from it may have others.
+    A class states this about its own methods only: a subclass may override them.
     """
     if getattr(model, "rank_by", None) is not None:
         return False
@@ -98,7 +99,7 @@ def _stated_layer(
     *,
     int8: bool,
 ) -> OutputLayer:
-    """A folded layer, whose arrays are among the weights."""
+    """Describes a folded output layer whose arrays are among the weights."""
 
     def place(variable: nnx.Variable | None) -> int | None:
         if variable is None:
@@ -119,10 +120,10 @@ def _stated_layer(
 
 
 def _stated_content(model: Any, given: ItemFeatures) -> tuple[NewItems, list[Any]]:
-    """How vectors of new items are made, and the kernels for it.
+    """Describes how vectors of new items are computed; returns also the kernels for it.
 
     Raises:
-      ValueError: the model has no content, or another one.
+      ValueError: the model has no content, or its content has other sizes.
     """
     content = content_of(getattr(model, "trained", model))
     if content is None or not _ends_in_its_layer(model):
@@ -151,11 +152,11 @@ def _stated_content(model: Any, given: ItemFeatures) -> tuple[NewItems, list[Any
 
 
 def portable_ranker(model: Any, asked: Write) -> Portable:
-    """A `Recommender` that recommends up to `k` items.
+    """Exports a `Recommender` that recommends up to `k` items.
 
     Args:
       model: the recommender.
-      asked: the call of `export_predictor`.
+      asked: arguments of `export_predictor`.
     """
     names, item_features = cast(Any, asked.names), asked.item_features
     k, int8 = asked.k, asked.int8

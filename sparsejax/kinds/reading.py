@@ -1,4 +1,4 @@
-"""The files and tables that runs read, and data sets that are read already."""
+"""Reads files and tables for runs, and accepts data sets that are already read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sparsejax.options.training import Training
 
 
 def dates_of(data: Any) -> list[str]:
-    """The first and the last date of some data, if it has dates."""
+    """The first and the last date of the data; empty if it has no dates."""
     times = getattr(data, "times", None)
     if times is None or not len(times) or times.dtype.kind != "M":
         return []
@@ -50,14 +50,14 @@ def read_file(
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
-    """Rows of items from a file or a table, or a data set that is one already.
+    """Reads rows of items from a file or a table; a data set is returned as it is.
 
     Args:
       source: the file, the table or the data set.
-      reading: settings of reading: the format and the columns.
-      features: vocabulary of the columns: names, or a data set with them. With None the file's
-        own.
-      indicator: whether values are ignored, even if `reading` says otherwise.
+      reading: settings of reading: format and columns.
+      features: names of the columns, or a data set with these names. With None, names are taken
+          from the source.
+      indicator: whether values are ignored, even if `reading` does not ask for it.
     """
     indicator = indicator or reading.indicator
     if (rows := _baskets(source)) is not None:
@@ -85,7 +85,7 @@ def read_file(
 
 
 def _baskets(source: Any) -> list[dict[str, Any]] | None:
-    """Rows of lists of names, also of events as objects; None if the source is something else."""
+    """Rows from lists of names or of event objects; None if the source has another form."""
     if not isinstance(source, list | tuple) or not source:
         return None
     if not all(isinstance(each, list | tuple) for each in source):
@@ -97,7 +97,7 @@ def _baskets(source: Any) -> list[dict[str, Any]] | None:
 
 
 def item_of(event: Any) -> Any:
-    """The name of an event's item: of an object, or the name itself.
+    """The name of an event's item. The event is an object with an item, or the name itself.
 
     Raises:
       ValueError: an object has no item.
@@ -112,7 +112,7 @@ def item_of(event: Any) -> Any:
 def _events_in(
     source: Sequence[Sequence[Any]], events: EventSchema | Events | None
 ) -> list[dict[str, Any]]:
-    """A row for each event of some histories of objects. A column that one lacks is missing."""
+    """A row for each event in histories of objects. A column that an event lacks is missing."""
     flat = [
         (str(n), event if isinstance(event, Mapping) else {"item": event})
         for n, history in enumerate(source)
@@ -129,12 +129,12 @@ def _events_in(
 
 
 def _has_histories(source: Any) -> bool:
-    """Whether a source is a `SequenceDataset`, or a file of one."""
+    """Whether a source is a `SequenceDataset`, or a file that one was saved to."""
     return isinstance(source, SequenceDataset) or is_saved(source, stored.HISTORIES)
 
 
 def is_saved(source: Any, form: stored.Form) -> bool:
-    """Whether a source is a file that a data set was saved to, in a form."""
+    """Whether a source is a file that contains a saved data set of the given form."""
     if not is_file(source) or not is_parquet(source):
         return False
     return stored.form_of(first_schema(parquet_files(source))[1]) is form
@@ -148,15 +148,14 @@ def read_histories(
     events: EventSchema | Events | None = None,
     users: Events | None = None,
 ) -> SequenceDataset:
-    """Histories from a file or a table, or a data set of them.
+    """Reads histories from a file or a table; a data set is aligned to the given items.
 
     Args:
       source: the file, the table or the data set.
-      reading: settings of reading: the format, the columns, and the table of users.
-      features: the items, as names; or data that has them, and perhaps columns of events and
-        of users.
-      events: the columns of events, unless `features` has them.
-      users: the columns of users whose categories keep their ids, unless `features` has them.
+      reading: settings of reading: format, columns, and the table of users.
+      features: item names, or data that has items and maybe columns of events and users.
+      events: event columns, unless `features` has them.
+      users: user columns whose categories keep their ids, unless `features` has them.
     """
     users = getattr(features, "users", users)
     found = _read_histories(source, reading, features, events)
@@ -166,16 +165,16 @@ def read_histories(
 def _with_users(
     data: SequenceDataset, reading: Reading, known: Events | None, *, of_run: bool
 ) -> SequenceDataset:
-    """Histories with the columns of their users.
+    """Adds to histories the columns of their users.
 
     Args:
-      data: the histories, perhaps with columns of users of their own.
-      reading: settings of reading, with the table of users.
-      known: the columns of users that a model reads; None if it reads none.
-      of_run: whether the histories are for a model that exists.
+      data: histories, which may have user columns already.
+      reading: settings of reading, including the table of users.
+      known: user columns that a model reads; None if it reads none.
+      of_run: whether the histories are for an existing model.
 
     Raises:
-      ValueError: there are columns of users, and the model reads others, or none.
+      ValueError: the user columns differ from those that the model reads.
     """
     if (given := reading.user_features) is None:
         if data.users is None or not of_run:
@@ -192,7 +191,7 @@ def _with_users(
 def users_in(
     given: Any, known: EventSchema | Events | None, reading: Reading
 ) -> UserFeatures:
-    """The columns of users of a file or a table, with the ids of known categories."""
+    """Reads user columns from a file or a table; known categories keep their ids."""
     if isinstance(given, UserFeatures):
         if not isinstance(known, Events):
             return given
@@ -247,10 +246,10 @@ def _read_histories(
 def _with_events(
     data: SequenceDataset, events: EventSchema | Events | None
 ) -> SequenceDataset:
-    """A data set whose categories have the ids that are wanted.
+    """Converts the categories of a data set to the ids of `events`.
 
     Raises:
-      ValueError: it has other columns of events.
+      ValueError: the data set has other event columns.
     """
     if isinstance(events, EventSchema):
         raise ValueError(
@@ -262,10 +261,10 @@ def _with_events(
 
 
 def stated_schema[T](training: Training, type_: type[T]) -> T | None:
-    """The schema that a training is given.
+    """The schema that is given to a training, or None.
 
     Raises:
-      TypeError: it is of another type.
+      TypeError: the schema has another type.
     """
     schema = training.schema
     if schema is not None and not isinstance(schema, type_):
@@ -274,7 +273,7 @@ def stated_schema[T](training: Training, type_: type[T]) -> T | None:
 
 
 def check_columns_of_run(command: Any, columns: Collection[str]) -> None:
-    """Raises ValueError where --from, whose run has columns, comes with flags of columns."""
+    """Raises ValueError if --from names a run with columns and flags also describe columns."""
     if command.given & columns:
         raise ValueError(
             "--from takes the columns of its run: leave out --schema, --label, --kind, --dense, "
@@ -283,7 +282,7 @@ def check_columns_of_run(command: Any, columns: Collection[str]) -> None:
 
 
 def check_counted(schema: ClickSchema | EventSchema) -> None:
-    """Raises ValueError if a file of --examples is needed, to count categories."""
+    """Raises ValueError if categories must be counted and no file of --examples is given."""
     if learned := [*vocabularies_of(schema)]:
         raise ValueError(
             f"the categories of {', '.join(learned[:3])} are to be counted: name a file of "
@@ -292,23 +291,23 @@ def check_counted(schema: ClickSchema | EventSchema) -> None:
 
 
 def _options(source: Any, reading: Reading) -> dict[str, Any]:
-    """The arguments of `read` that say how a source is read."""
+    """The arguments of `read` that describe how a source is read."""
     skips = skips_bad_lines(source, reading)
     return reading.values_of(Formatted) | {"skip_bad_lines": skips}
 
 
 def skips_bad_lines(source: Any, reading: Reading) -> bool:
-    """Whether bad lines of a source are left out: it must be a file of lines."""
+    """Whether bad lines of a source are skipped: it must be a file of lines."""
     return reading.skip_bad_lines and is_file(source) and not is_parquet(source)
 
 
 def is_file(source: Any) -> bool:
-    """Whether data is named by a path or an address."""
+    """Whether data is given as a path or a URL."""
     return isinstance(source, str | os.PathLike)
 
 
 def name_of(source: Any) -> str:
-    """How messages and settings call data."""
+    """The name of data in messages and settings."""
     if is_file(source):
         return shown(source)
     return "the table" if hasattr(source, "__arrow_c_stream__") else "the data"
@@ -317,12 +316,12 @@ def name_of(source: Any) -> str:
 def check_heldout[Data: SparseDataset | SequenceDataset](
     path: Any, heldout: Data, data: Data, data_path: Any
 ) -> Data:
-    """Held-out entries of rows of `data`; warns of rows that `data` does not have.
+    """Held-out entries of rows of `data`, with a warning about rows that `data` lacks.
 
     Args:
-      path: name of their source, for messages.
-      heldout: the entries.
-      data: the data set whose rows count.
+      path: name of the held-out data's source, for messages.
+      heldout: held-out entries.
+      data: data set that contains the rows.
       data_path: name of the source of `data`, for messages.
 
     Raises:
@@ -342,10 +341,10 @@ def check_heldout[Data: SparseDataset | SequenceDataset](
 
 
 def with_times(data: SparseDataset, path: Any) -> SparseDataset:
-    """The data set, after a check that it has times.
+    """Checks that a data set has times, and returns it.
 
     Raises:
-      DataError: it has no times.
+      DataError: the data set has no times.
     """
     if data.times is None:
         columns = data.columns
@@ -359,7 +358,7 @@ def with_times(data: SparseDataset, path: Any) -> SparseDataset:
 
 
 def fingerprint_of_heldout(heldout: SparseDataset, row_names: Names) -> str:
-    """`fingerprint` of the held-out entries of known rows, each in its row."""
+    """Fingerprint of held-out entries, aligned to known rows."""
     found = find_names(heldout.row_names, row_names)
     rows = np.sort(found[found >= 0])
     aligned = heldout.align_rows(row_names[rows])
@@ -368,10 +367,10 @@ def fingerprint_of_heldout(heldout: SparseDataset, row_names: Names) -> str:
 
 
 def validation_share(validation: Any) -> float | None:
-    """The share of the data that is held out; None if something else is named.
+    """The share of the data to hold out; None if `validation` is not a number.
 
     Raises:
-      ValueError: it is no share.
+      ValueError: the number is not a valid share.
     """
     if isinstance(validation, str):
         if not re.fullmatch(r"[-+]?\d*\.?\d+", validation):
@@ -392,21 +391,21 @@ def validation_share(validation: Any) -> float | None:
 
 
 def is_last(validation: Any) -> bool:
-    """Whether the last entry of each row is held out."""
+    """Whether `validation` asks to hold out the last entry of each row."""
     return isinstance(validation, str) and validation == "last"
 
 
 def validation_split(validation: Any, data: Any) -> Any:
-    """The split that `validation` asks for; None if it is data of its own."""
+    """Splits data as `validation` asks; None if `validation` is a separate data set."""
     if is_last(validation):
         return data.split_last()
     share = validation_share(validation)
-    # Not the run's seed, so that models of several seeds are compared on the same entries.
+    # A fixed seed, not the run's, so that runs of several seeds are compared on the same entries.
     return None if share is None else data.split(1 - share, seed=0)
 
 
 def split_name(validation: Any) -> str:
-    """How the settings of a run write a share, or "last"."""
+    """The text for a share, or "last", in the settings of a run."""
     return validation if isinstance(validation, str) else f"{validation:g}".lstrip("0")
 
 

@@ -1,4 +1,4 @@
-"""The data that a kind reads from files and from a run folder, and lines about them."""
+"""Data read from files and from a run folder, and texts about it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from sparsejax.data import ItemFeatures
 
 
 def item_names(known: Any) -> Any:
-    """The names of the items, from what a run of a model that ranks items keeps of its data."""
+    """Names of the items, from `Source.known` of a run whose model ranks items."""
     return getattr(known, "feature_names", known)
 
 
-# Lowers what a model will run, which has shapes in place of arrays. Returns what compiles it.
+# Lowers a program from shapes in place of arrays, and returns a function that compiles it.
 Ahead = Callable[[Any], Callable[[], object]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """The data to train on.
+    """Data to train on.
 
     Attributes:
       data: the rows to train on, in memory or on disk.
-      everything: all rows, also held-out ones.
+      everything: all rows, including held-out rows.
       chunks: number of rows in each chunk of the data.
       fingerprint: fingerprint of the data.
-      known: names of the features; or a data set without rows, for clicks and for histories
-        with columns of events. The run folder keeps it, so that other data can be read with the same numbers of columns.
-      heldout: data to measure the model on after each epoch, or None.
+      known: names of the features; or a data set without rows, for clicks and for histories with
+          event columns. It is stored in the run folder, so that other data can be read with equal
+          numbers of columns.
+      heldout: held-out data, measured after each epoch, or None.
       validation: fingerprint of the held-out data.
-      split: description of how it was held out from the data; None if a file has it.
-      features: content of the items, in the order of `known`, if it is given.
+      split: description of how data was held out; None if it comes from a separate file.
+      features: content of the items, in the order of `known`, or None.
     """
 
     data: Any
@@ -50,7 +51,7 @@ class Source:
 
 @runtime_checkable
 class Opened(Protocol):
-    """A run folder that is read."""
+    """A run folder that was read."""
 
     @property
     def directory(self) -> object: ...
@@ -68,16 +69,16 @@ class Opened(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Findings:
-    """The facts of a report about a model and its data.
+    """Facts about a model and its data, for a report.
 
     Attributes:
       model: the trained model.
       facts: texts about the data.
-      measured: metrics, if something was held out.
-      calibration: predicted and true shares of clicks by label, see `write_report`.
-      counts: `[items]` how often each occurs; None if the model ranks no items.
-      shown: the rows that the model is shown, if there are some.
-      heldout: held-out entries of the rows in `shown`, if there are some.
+      measured: metrics on held-out data; empty without such data.
+      calibration: predicted and true shares of clicks for each label, see `write_report`.
+      counts: `[items]` occurrences of each item; None if the model ranks no items.
+      shown: rows that recommendations are shown for, or None.
+      heldout: held-out entries of the rows in `shown`, or None.
     """
 
     model: Any

@@ -1,4 +1,4 @@
-"""Two stages as one model: a model that ranks items, and a click model that ranks the best of them."""
+"""Two-stage ranking: one model finds candidate items, a click model ranks them."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
 
 # Pairs of a row and a candidate that are scored at a time. On two cores, DIN with histories of
-# 200 took 22 ms of processors for 64 of 500 candidates at a time, and so 17 ms. On a GPU each part
-# would wait for the one before, and they only bound the memory.
+# length 200 took 22 ms of processor time for 64 of 500 candidates at a time, and 17 ms for 16. On
+# a GPU the parts run one after another, and serve only to bound the memory.
 _PAIRS, _PAIRS_OF_GPU = 16, 8192
 
 
 class ItemColumn(nnx.Variable):
-    """A column of all items. Optimizers leave it as it is."""
+    """A column with a value for each item. Optimizers do not train it."""
 
 
 class Stages(nnx.Module):
-    """A `Recommender` that ranks the candidates of another one by what a click model predicts.
+    """A `Recommender` that ranks the candidates of another recommender by a click model.
 
-    All candidates of a batch are one batch of the click model. The vectors of a request are
-    looked up once.
+    The click model scores all candidates of a batch as one batch. Vectors of request columns are
+    looked up once for each row.
 
     Args:
-      first: model that finds the candidates.
-      second: the click model.
-      candidates: number of candidates of each row.
-      items: columns of items, `[items, n]`, by the names that columns of requests would have.
-      requests: columns of requests, as `Requests.inputs` describes them.
-      dense: places of the dense columns among those of requests and then of items.
-      wide: names of the columns whose ids are two words.
-      ranks_by: labels that count, if there are several: the number of each, its factor, and
-        whether it is a probability. If one alone counts, its factor is 1.
+      first: recommender that finds the candidates.
+      second: click model that ranks them.
+      candidates: number of candidates for each row.
+      items: item columns, `[items, n]`, by the column names of the click model.
+      requests: request columns, as `Requests.inputs` describes them.
+      dense: positions of the dense columns, in the order request columns, item columns.
+      wide: names of the columns with 64-bit ids, stored as two words.
+      ranks_by: with several labels, those that are ranked by: number of each label, its factor,
+          and whether it is a probability. A single label has the factor 1.
     """
 
     kind = "items"
@@ -70,7 +70,7 @@ class Stages(nnx.Module):
         self.ranks: Literal["both", "first", "second"] = "both"
 
     def alone(self, which: Literal["first", "second"]) -> Self:
-        """The model that ranks all items by one of the stages."""
+        """A model that ranks all items by the first or the second stage only."""
         found = copy.copy(self)
         found.ranks = which
         return found
@@ -98,7 +98,7 @@ class Stages(nnx.Module):
         exclude: CSR | None = None,
         excluded: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Ids and predictions; among equal ones the better candidate comes first."""
+        """Ids and predictions. Equal predictions are ordered by the first stage."""
         if self.ranks == "second":
             return self._best_of_all(x, k, exclude, excluded)
         names = self.first.num_features
@@ -113,25 +113,25 @@ class Stages(nnx.Module):
         if self.ranks == "first":
             return ids, scores
         logits = jnp.where(ids < 0, -jnp.inf, self._logits(x, ids))
-        # NaN comes first, so that it is not overlooked. That of the first stage counts, too.
+        # NaN ranks first, so that callers find it, including NaN scores of the first stage.
         logits = jnp.where(jnp.isnan(scores), scores, logits)
         order = jnp.where(jnp.isnan(logits), -jnp.inf, -logits)
         _, ids, logits = lax.sort((order, ids, logits), num_keys=1)
         return self._first_of(ids, logits, k)
 
     def _first_of(self, ids, logits, k: int) -> tuple[jax.Array, jax.Array]:
-        """The first `k` ids and their predictions, filled up with -1 where there are fewer."""
+        """The first `k` ids and predictions, padded with -1 if there are fewer."""
         more = ((0, 0), (0, max(0, k - ids.shape[1])))
         ids = jnp.pad(ids, more, constant_values=-1)[:, :k]
         logits = jnp.pad(logits, more)[:, :k]
         return ids, jnp.where(ids < 0, -jnp.inf, self._scores(logits))
 
     def _best_of_all(self, x, k, exclude, excluded) -> tuple[jax.Array, jax.Array]:
-        """The best of all items by the click model."""
+        """The best of all items by the click model alone."""
         rows = next(iter(x.values())).shape[0]
         ids = jnp.arange(self.num_items, dtype=jnp.int32)
         logits = self._logits(x, jnp.broadcast_to(ids, (rows, self.num_items)))
-        # A NaN with the sign of minus would come last.
+        # A NaN with a negative sign bit would rank last.
         logits = jnp.where(jnp.isnan(logits), jnp.nan, logits)
         if exclude is not None:
             logits = jnp.where(exclude.todense() > 0, -jnp.inf, logits)
@@ -141,9 +141,9 @@ class Stages(nnx.Module):
         return self._first_of(jnp.where(logits == -jnp.inf, -1, ids), logits, k)
 
     def _logits(self, x: Mapping[str, Any], ids: jax.Array) -> jax.Array:
-        """`[rows, candidates]` logits; any numbers where there is no item.
+        """`[rows, candidates]` logits. Values at positions without an item are undefined.
 
-        Some candidates are scored at a time, whose activations stay in the cache of a CPU.
+        They are computed for a few candidates at a time, so that activations fit in a CPU's cache.
         """
         cpu, gpu = (
             functools.partial(self._logits_in_parts, most)
@@ -193,12 +193,12 @@ class Stages(nnx.Module):
         return logits.reshape(ids.shape)
 
     def _scores(self, logits: jax.Array) -> jax.Array:
-        """The predictions of what `_logits` gives, which have the same order."""
+        """The predictions for logits of `_logits`, in equal order."""
         is_share = [each for *_, each in self.ranks_by] in ([], [True])
         return nnx.sigmoid(logits) if is_share else logits
 
     def _ids(self, given, others, rows: int) -> dict[str, Ids]:
-        """Ids of the features that are given, and none of the others."""
+        """Ids for all features; features that are only in `others` get empty lists."""
         nothing = jnp.zeros((rows, 0), jnp.int32)
         found: dict[str, Ids] = {}
         for name, ids in {**dict.fromkeys(others, nothing), **given}.items():

@@ -1,4 +1,4 @@
-"""Work in other threads, beside what a command does."""
+"""Runs work in background threads."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 
 def meanwhile[T](call: Callable[[], T]) -> Callable[[], T]:
-    """Starts a call in another thread; returns what waits for its result.
+    """Starts a call in another thread, and returns a function that waits for its result.
 
-    An interrupted command does not wait for the call.
+    If the command is interrupted, it does not wait for the call.
     """
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
             result.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised to who asks for the result
+        except BaseException as error:  # noqa: BLE001 - raised to the waiting thread
             result.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

@@ -1,1 +1,1 @@
-"""Clicks: examples with a label, and models of how probable it is."""
+"""Clicks: examples with labels, and models that predict the probability of a label."""

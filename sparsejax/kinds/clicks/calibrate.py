@@ -1,4 +1,4 @@
-"""Corrections of probabilities of clicks, fitted on examples that were not trained on."""
+"""Calibrates predicted click probabilities on examples that were not used for training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparsejax.kinds.clicks.scores import Clicks, logits_of
 
 Method = Literal["platt", "isotonic"]
 
-# Parts of a calibration curve.
+# Number of bins of a calibration curve.
 _BINS = 20
 
 
@@ -47,15 +47,17 @@ def calibrate(
     >>> round(evaluate(better, clicks)["calibration"], 1)
     1.2
 
-    The model stays as it is. Platt's line keeps the order of the examples, and so the AUC: a
-    line that would turn it is an error. If all examples have the same logit, the slope is 1.
-    Isotonic corrections need thousands of examples, and make ties.
+    `model` is not changed. Platt's line keeps the order of the examples, and so the AUC: a
+    line that would reverse the order is an error. If all examples have the same logit, the slope
+    is 1.
+    Isotonic corrections need thousands of examples, and give some examples equal probabilities.
 
-    With several labels, each with 0 and 1 gets a correction by the examples that have it. The
-    others stay as they are. The correction of a label that comes after another one is that of
-    its probability among the examples with that other one. It is fitted on these, and then
-    multiplied by the corrected probability of the other one. A label whose examples say nothing
-    stays as it is, with a warning; it is an error if there is no other.
+    With several labels, each binary label gets a correction, fitted on the examples that have this
+    label. Predictions of other labels are not changed. A label that comes after another label is
+    corrected as a conditional probability: its correction is fitted on the examples with the
+    earlier label, and the result is multiplied by the corrected probability of the earlier label.
+    A label whose correction cannot be fitted is not changed, and there is a warning. If no label
+    can be corrected, that is an error.
 
     Args:
       model: a click model, or a module that is called as `model(dense, ids)`, see `ClickModel`.
@@ -66,9 +68,10 @@ def calibrate(
         several labels, all but one of them must come after another one.
 
     Raises:
-      ValueError: there is nothing to do, there are no examples, or a share is wrong. All
-        examples have the same label. The model orders the examples no better than chance, so
-        that a line would turn the order, or a curve would make all probabilities equal.
+      ValueError: neither `clicks` nor `negatives_kept` is given, there are no examples, or the
+          share is not valid. All examples have the same label. The model orders the examples no
+          better than chance, so that the correction would reverse the order or make all
+          probabilities equal.
     """
     if clicks is None and negatives_kept is None:
         raise ValueError(
@@ -98,7 +101,7 @@ def _of_labels(
     names: tuple[str, ...],
     offset: float,
 ) -> Calibrated:
-    """A correction of each label with 0 and 1, if it can be told from the examples."""
+    """Fits a correction for each binary label for which the examples suffice."""
     several = {} if clicks is None else clicks.schema.several
     befores = [column.after for column in several.values()]
     places = [None if n is None else names.index(n) for n in befores]
@@ -112,7 +115,8 @@ def _of_labels(
             "negatives_kept is the share of the examples without the first label of a chain, "
             f"but {', '.join(free)} come after no other label: correct them by examples"
         )
-    # Examples that have the label before were all kept, whatever comes after it.
+    # Only examples without the first label were dropped: examples with it are all there, so labels
+    # after it need no offset.
     found = [Correction(offset=offset * (name in free)) for name in names]
     if clicks is None:
         return Calibrated(model, labels=[*zip(found, places, strict=True)])
@@ -138,7 +142,7 @@ def _of_labels(
 def _fitted(
     logits: np.ndarray, labels: np.ndarray, method: Method, offset: float
 ) -> Correction:
-    """The correction of `[examples]` logits, to which the offset is added first."""
+    """The correction fitted on `[examples]` logits, to which `offset` is added first."""
     if not len(labels):
         raise ValueError("there are no examples to correct by")
     _check_classes(labels)
@@ -164,7 +168,7 @@ def _check_classes(labels: np.ndarray) -> None:
 
 
 def _useless(logits: np.ndarray, labels: np.ndarray, effect: str) -> ValueError:
-    """The error about a model that knows nothing about the examples."""
+    """The error for a model that orders the examples no better than chance."""
     return ValueError(
         f"the correction would {effect}: the model orders these {len(labels):,} examples no "
         f"better than chance (AUC {metrics.auc(logits, labels):.3f}); check that their labels "
@@ -173,11 +177,11 @@ def _useless(logits: np.ndarray, labels: np.ndarray, effect: str) -> ValueError:
 
 
 def platt(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Slope and offset of the least log loss, by Newton's method in float64.
+    """Slope and intercept with the least log loss, found by Newton's method in float64.
 
-    If all logits are alike, any slope is as good, and it is 1.
+    If all logits are equal, every slope fits equally well, and 1 is returned.
     """
-    import scipy.special  # only this needs it
+    import scipy.special  # imported here, as nothing else in this module needs scipy
 
     clicked = labels > 0
     ones, zeros = int(clicked.sum()), int((~clicked).sum())
@@ -195,7 +199,8 @@ def platt(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     for _ in range(100):
         p = scipy.special.expit(w @ x)
         slope = x @ (p - wanted)
-        # Where logits are nearly alike, only the offset counts.
+        # If all logits are nearly equal, this keeps the matrix invertible: only the intercept is
+        # fitted.
         curve = (x * (p * (1 - p))) @ x.T + 1e-12 * np.eye(2) * len(labels)
         step, size = np.linalg.solve(curve, slope), 1.0
         while size > 1e-10 and loss(w - size * step) > before:
@@ -209,8 +214,10 @@ def platt(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
 
 
 def isotonic(logits: np.ndarray, labels: np.ndarray) -> list[tuple[float, float]]:
-    """Knots: the mean logit of each part, and the logit of its share of clicks."""
-    import scipy.optimize  # only this needs it
+    """Knots of the isotonic curve: for each part its mean logit, and the logit of its click
+    share.
+    """
+    import scipy.optimize  # imported here, as nothing else in this module needs scipy
     import scipy.special
 
     values, at, counts = np.unique(logits, return_inverse=True, return_counts=True)
@@ -219,7 +226,7 @@ def isotonic(logits: np.ndarray, labels: np.ndarray) -> list[tuple[float, float]
     parts = np.cumsum(np.append(False, np.diff(fitted) > 0))
     sizes = np.bincount(parts, counts)
     middle = np.bincount(parts, counts * values) / sizes
-    # A share of 0 or 1 would be a sure prediction, which costs without end if it is wrong.
+    # A share of 0 or 1 would be a certain prediction, whose log loss is infinite if it is wrong.
     least = 0.5 / len(labels)
     share = np.clip(np.bincount(parts, counts * fitted) / sizes, least, 1 - least)
     return list(zip(middle.tolist(), scipy.special.logit(share).tolist(), strict=True))
@@ -228,13 +235,13 @@ def isotonic(logits: np.ndarray, labels: np.ndarray) -> list[tuple[float, float]
 def calibration_curve(
     probabilities: np.ndarray, labels: np.ndarray
 ) -> list[tuple[float, float]]:
-    """Predicted and true shares of clicks, of parts with as many examples each.
+    """Pairs (predicted share, true share) for bins of equally many examples.
 
-    Equal predictions are in one part, so there may be fewer.
+    Equal predictions are put in one bin, so there may be fewer bins.
 
     Args:
-      probabilities: `[n]` of a click.
-      labels: `[n]` 0 or 1.
+      probabilities: `[n]` predicted probabilities of a click.
+      labels: `[n]` labels, 0 or 1.
     """
     p, labels = np.asarray(probabilities, np.float64), np.asarray(labels, np.float64)
     order = np.argsort(p, kind="stable")

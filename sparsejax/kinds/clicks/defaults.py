@@ -1,4 +1,4 @@
-"""Settings with which click models are trained, unless others are asked for."""
+"""Default training settings of click models."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.kinds.kind import Defaults
 from sparsejax.optimizers.rules import Rule
 
-# Where the learning rate does not fall, a trained model is trained on, or a regression has
-# learned most already.
+# A constant learning rate, for training without a schedule, for training a trained model further,
+# and for models with a regression, which has learned most already.
 _CONSTANT_RATE = 2e-3
-# On a mesh batches are multiples of 64.
+# The least batch size is 64: on a mesh, batch sizes are multiples of 64.
 _LEAST_BATCH, _MOST_DECAY, _DECAY_BESIDE = 64, 8.0, 0.5
-# With more examples the categories are not counted, which would take seconds.
+# With more examples the categories are not counted: counting would take seconds.
 _COUNTED = 200_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClickDefaults(Defaults):
-    """Settings that depend on the number of examples, and on that of categories.
+    """Defaults that depend on the number of examples and on the number of categories.
 
     ::
 
@@ -31,27 +31,27 @@ class ClickDefaults(Defaults):
         weight decay  the larger one of 4 (12,000 / examples)^(1/3), at most 5,
                       and 6 (categories / examples)^(1/2), at most 8
 
-    Beside a regression the weight decay is .5, and the learning rate .002: with more of both
-    the layers never begin to learn what the regression leaves.
+    For a model with a regression the weight decay is .5, and the learning rate .002: with larger
+    values the layers do not learn what the regression has not explained.
 
-    Without weight decay, few examples are learned by heart: a model is then worse than a
-    logistic regression. They were chosen by the AUC on other examples: docs/clicks.md.
+    Without weight decay, a model memorizes a small data set, and is then worse than a logistic
+    regression. The formulas were chosen by the AUC on held-out examples: docs/clicks.md.
 
     Attributes:
-      beside_regression: whether the model has a regression. Held-out examples then decide how
-        much the layers count.
+      beside_regression: whether the model has a regression. Held-out examples then decide how much
+          the layers are weighted.
     """
 
     beside_regression: bool = False
 
     def for_data(self, data: Any, *, continued: bool = False) -> Defaults:
-        # `build` says what is wrong with data of another kind.
+        # Data of another kind has no `num_rows`; `build` raises the error for it.
         rows = data if isinstance(data, int) else getattr(data, "num_rows", 0)
-        if not rows:  # of a stream: weight decay would forget what is rare
+        if not rows:  # a stream: weight decay would forget rare categories
             return dataclasses.replace(self, learning_rate=_CONSTANT_RATE)
         size = 2 ** round(math.log2(rows) / 2)
         size = min(max(size, _LEAST_BATCH), self.batch_size)
-        if continued:  # weight decay would forget what the model has learned before
+        if continued:  # weight decay would forget what was learned in earlier trainings
             rate = _CONSTANT_RATE
             return dataclasses.replace(self, batch_size=size, learning_rate=rate)
         rate = self.learning_rate

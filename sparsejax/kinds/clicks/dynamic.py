@@ -1,4 +1,4 @@
-"""Dynamic tables of a click model in `fit`: new ids get rows, and are counted."""
+"""Dynamic tables in `fit` for click models: assigns rows to new ids and counts assignments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsejax.embeddings.feature_batch import FeatureBatch, without_examples
 from sparsejax.mesh import processes
 from sparsejax.optimizers.optimizer import Optimizer
 
-# More than this share of the ids refused is worth a warning.
+# If more than this share of the ids gets no row, `fit` warns.
 _MANY_REFUSED = 0.001
 _NUMBERS = "found", "waiting", "refused", "inserted", "evicted"
 _RATES = "found", "inserted", "refused", "evicted"
@@ -26,15 +26,15 @@ def assigned(
     ids: Mapping[str, Any] | FeatureBatch,
     exists: Bool[Array, "batch"],
 ) -> FeatureBatch:
-    """The ids of a batch for all collections of a model; new ones get a row.
+    """The ids of a batch for all collections of a model, after new ids were given rows.
 
-    A `FeatureBatch`, in which rows of tables in host memory have come, or whose ids were sent,
-    is packed, and has no ids of examples that do not exist.
+    A `FeatureBatch` is already packed and has no ids of padding examples. It is given if some
+    tables are in host memory, or if the ids were exchanged over the mesh.
 
     Args:
       model: model whose dynamic tables give rows to the ids.
       optimizer: the optimizer that trains it.
-      ids: one for each example and feature.
+      ids: ids of each feature, one for each example, or a `FeatureBatch`.
       exists: `[batch]` bool: which examples exist. Ids of the others get no row.
 
     Raises:
@@ -75,7 +75,7 @@ def rates_of(model: Any) -> Callable[[], Callable[[], dict[str, float]]] | None:
     warned = False
 
     def stats() -> dict[str, int]:
-        """The numbers of all dynamic tables together."""
+        """Statistics, summed over all dynamic tables."""
         tables = [table for node in collections for table in node.stats().values()]
         return {name: sum(getattr(t, name) for t in tables) for name in _NUMBERS}
 

@@ -1,7 +1,8 @@
 """The exchange of a click model's ids over a mesh in `fit`.
 
-It is planned from what `fit` trains on. Ids of a dispatch are sent before its steps, which then
-know whether all had places: on several GPUs the host would wait for it twice a step.
+The capacities of the exchange are chosen from the training data. The ids of a dispatch are sent
+before its steps start, so that the steps know whether all ids fit. Otherwise, with several GPUs,
+the host would wait for this answer twice in each step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from sparsejax.mesh.layout import axis_sizes, mesh_is_set, parts_of_axes, replic
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.sparse import CSR, host_rows
 
-# Parts of batches in which distinct ids are counted.
+# Number of samples of a batch in which distinct ids are counted.
 _PARTS = 4
 
 
@@ -42,10 +43,10 @@ def exchange_of(
     wire_dtype: jax.typing.DTypeLike | None,
     exchange_room: float | None,
 ) -> tuple[Callable[[int], Callable[[], int] | None] | None, dict[str, Any]]:
-    """`Job.exchange`, and the settings of the exchange that a resume must repeat.
+    """Makes `Job.exchange`, and the exchange settings that must be equal when training resumes.
 
     Raises:
-      ValueError: an argument of the exchange is given where there is none.
+      ValueError: an exchange argument is given although no table is divided over a mesh.
     """
     collections = list(collections_of(model).values())
     divided = mesh_is_set() and any(
@@ -81,7 +82,9 @@ def exchange_of(
 def _some_ids(
     clicks: ClickDataset | ScannedClicks, examples: int
 ) -> list[dict[str, np.ndarray]]:
-    """The ids of each feature, of so many examples, a few times."""
+    """Ids of each feature in random samples of `examples` examples; a list of up to `_PARTS`
+    samples.
+    """
     if isinstance(clicks, ScannedClicks):
         clicks = clicks.read(0, min(clicks.num_rows, _PARTS * examples))
     order = np.random.default_rng(0).permutation(clicks.num_rows)
@@ -103,7 +106,10 @@ def _some_ids(
 def _distinct(
     collection: EmbeddingCollection, parts: list[dict[str, np.ndarray]], examples: int
 ) -> Distinct | None:
-    """How many rows of each table so many examples ask for; None if ids have other names."""
+    """Expected number of distinct rows of each table in `examples` examples.
+
+    None if the model's features are not named as those of the data.
+    """
     features: dict[str, set[str]] = {}
     for stack in collection.stacks:
         for feature in stack.features:
@@ -122,10 +128,10 @@ def _distinct(
 
 
 class IdsAhead:
-    """The `Staging` of click models whose ids cross a mesh.
+    """The `Staging` of click models whose ids are exchanged between the devices of a mesh.
 
-    Where dispatches are launched ahead, ids of the next one are sent before the steps of one
-    begin. So the host need not wait for whether they have places.
+    If dispatches are launched asynchronously, the ids of the next dispatch are sent before the
+    steps of the current one start. So the host need not wait to learn whether all ids fit.
     """
 
     def __init__(self, senders: tuple[Sender, ...], deterministic: bool):
@@ -134,9 +140,9 @@ class IdsAhead:
 
     @classmethod
     def of(cls, model: Any, deterministic: bool) -> IdsAhead | None:
-        """None if nothing crosses, or the steps have to know the ids.
+        """Makes the staging; None if no ids are exchanged, or if the model itself needs the ids.
 
-        They do where a model of one's own may change ids.
+        A user-defined model needs them, as it may change ids before they are looked up.
         """
         if parts_of_axes()[1] == 1:
             return None
@@ -145,7 +151,7 @@ class IdsAhead:
         if (
             not gives_ids_as_they_are(model)
             or not any(any(sender.by_rows) for sender in senders)
-            or len(set(names)) < len(names)  # a batch has them by their names
+            or len(set(names)) < len(names)  # the batch stores ids by stack name
         ):
             return None
         return cls(tuple(senders), deterministic)
@@ -160,19 +166,20 @@ class IdsAhead:
         if after < len(rows) and dispatching.launches_ahead():
             more = min(sizes.steps, len(rows) - after)
             self._next = self._asked(data, rows, after, more, sizes)
-        # Without places the steps send them in their other way. Waits for the answer.
+        # If some ids did not fit, the steps exchange ids themselves. Reading `crowded` waits for
+        # it.
         yield count, None if asked.crowded else asked.batch
 
     def _asked(
         self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
     ) -> _Asked:
         batch, crowded = self._sent(self._senders, data, rows, first, count, sizes)
-        crowded.copy_to_host_async()  # it is there before the steps begin
+        crowded.copy_to_host_async()  # the copy arrives before the steps start
         return _Asked(rows, first, batch, crowded)
 
 
 class _Asked(NamedTuple):
-    """The ids of some steps, which were sent, and whether some of them lacked places."""
+    """Exchanged ids of a dispatch, and whether some of them did not fit in the buffers."""
 
     rows: jax.Array
     first: int
@@ -189,7 +196,7 @@ def _sent(
     count: jax.Array,
     sizes: Sizes,
 ) -> tuple[FeatureBatch, jax.Array]:
-    """The ids of steps `first .. first + count - 1`, with an axis of all steps."""
+    """Exchanges the ids of steps `first .. first + count - 1`; the first axis is the step."""
     numbers = first + jnp.minimum(jnp.arange(sizes.steps), count - 1)
     rows = rows[numbers]
     batches = data.take(rows, sizes.capacities)

@@ -1,4 +1,4 @@
-"""Click models in `fit`: labels, dense columns and ids, from memory or from disk."""
+"""Training job of click models in `fit`: labels, dense columns and ids, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ _ONE_CLASS = "validation needs examples with label 0 and with label 1, for its A
 class ClickTask(TrainingTask):
     """The `TrainingTask` of click models.
 
-    Matrices are labels `[n]`, or `[n, 2 l]` with the weights of l labels behind them, dense
-    columns `[n, d]`, the ids of all features with one id an example `[n, f]`, a CSR for each feature of lists, and, if there are ids of 64 bits, their
-    words `[n, f, 2]`, the lower one first.
+    The matrices are, in this order: labels `[n]`, or `[n, 2 l]` with the weights of the l labels
+    as last columns; dense columns `[n, d]`; ids `[n, f]` of all features with one id per example;
+    a CSR for each list feature; and, if there are 64-bit ids, their words `[n, f, 2]`, the low
+    word first.
 
     Attributes:
       single: names of the features with one id an example.
@@ -92,7 +93,7 @@ class ClickTask(TrainingTask):
         return cls(tuple(single), tuple(lists), tuple(keys), weighted, losses)
 
     def matrices(self, clicks: ClickDataset) -> list[Matrix]:
-        """The matrices of some examples."""
+        """The matrices of the given examples, in the order that the class describes."""
         ids = [np.asarray(clicks.ids[name]) for name in self.single]
         empty = np.empty((clicks.num_rows, 0), np.int32)
         rows = np.stack(ids, axis=1) if ids else empty
@@ -118,7 +119,7 @@ class ClickTask(TrainingTask):
     def begun(
         self, model: nnx.Module, optimizer: Any, x: Any, exists: jax.Array
     ) -> Any:
-        """New ids of dynamic tables get their rows."""
+        """Assigns rows of dynamic tables to new ids of the batch."""
         if not self.keys:
             return x
         dense, ids = x
@@ -132,7 +133,7 @@ class ClickTask(TrainingTask):
     ) -> jax.Array:
         """The binary cross-entropy of `model(dense, ids)`, or of its `training_logits`.
 
-        Of several labels, the sum of their losses.
+        With several labels, it returns the sum of their losses.
         """
         logits = getattr(model, "training_logits", model)(*x).astype(jnp.float32)
         check_shape(logits.shape, len(labels), len(self.losses))
@@ -159,7 +160,9 @@ class ClickTask(TrainingTask):
 
 
 def _with_weights(clicks: ClickDataset) -> np.ndarray:
-    """Labels, and behind them their weights, if there are any; a missing label has the weight 0."""
+    """Labels; if they have weights, these are the last columns. A missing label has the weight
+    0.
+    """
     labels, weights = clicks.trained_labels, clicks.weights
     if not clicks.schema.several:
         return labels if weights is None else np.stack([labels, weights], axis=1)
@@ -173,12 +176,13 @@ def _with_weights(clicks: ClickDataset) -> np.ndarray:
 
 
 class ClickStaging:
-    """The `Staging` of click models: ids are looked up on the host."""
+    """The `Staging` of click models whose ids are looked up on the host."""
 
     def __init__(self, staged: Staged, task: ClickTask):
         self._staged, self._task = staged, task
         self._rows: tuple[jax.Array, np.ndarray, np.ndarray] | None = None
-        # Steps whose rows fit together, as was found; None if no dispatch was cut yet.
+        # Number of steps whose rows fit in device memory together; None until a dispatch was
+        # split.
         self._fits: int | None = None
 
     def parts(
@@ -213,7 +217,7 @@ class ClickStaging:
         local: np.ndarray,
         capacities: Sequence[int],
     ) -> FeatureBatch:
-        """The ids of a step, whose lists have room for those of any step."""
+        """The packed ids of a step; each list feature is padded to its capacity."""
         _, _, single, *lists = data.matrices
 
         def selected(matrix):
@@ -238,7 +242,7 @@ class ClickStaging:
 
 
 def click_examples(clicks: ClickDataset, weights: ArrayLike | None = None) -> Examples:
-    """The examples to train on.
+    """Checks clicks and makes the `Examples` that a model is trained on.
 
     Raises:
       ValueError: there are no examples, or a weight is wrong.
@@ -255,7 +259,8 @@ def click_examples(clicks: ClickDataset, weights: ArrayLike | None = None) -> Ex
             f"the examples have no propensities, but the schema names {name!r}"
         )
     for name, labels in zip(clicks.schema.several, clicks.labels.T, strict=False):
-        if np.isnan(labels).all():  # as of purchases in the file of an hour
+        # as in a file of the last hour, whose purchases are not known yet
+        if np.isnan(labels).all():
             warn_caller(
                 f"no example has the label {name!r}, of which nothing is learned"
             )
@@ -272,10 +277,13 @@ def _check_rows(clicks: Clicks) -> None:
 def scan_of_clicks(
     clicks: ScannedClicks, beside: Sequence[tuple[str, str]] = ()
 ) -> Scanned:
-    """Clicks on disk. Their size is without lists, whose lengths the files do not say."""
+    """Describes scanned clicks for `fit`.
+
+    Lists are not counted: the files do not state their lengths.
+    """
     _check_rows(clicks)
     rows = clicks.num_rows
-    # Only the values of a column say whether it has lists.
+    # Only the values of a column show whether they are lists.
     roles = ClickTask.of_data(clicks.read(0, 1))
 
     def read(start: int, stop: int) -> list[Matrix]:
@@ -289,7 +297,7 @@ def scan_of_clicks(
 
 
 def click_job(asked: Fit) -> Job:
-    """The arguments of `fit`, checked."""
+    """Checks the arguments of `fit`, and makes its `Job`."""
     model, clicks, validation = asked.model, asked.inputs, asked.validation
     assert isinstance(clicks, Clicks)  # which its kind is
     check_columns(model, clicks)

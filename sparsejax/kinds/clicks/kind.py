@@ -1,4 +1,4 @@
-"""The kind of click models and of their data."""
+"""The kind of click models and of click data."""
 
 from __future__ import annotations
 
@@ -71,21 +71,21 @@ from sparsejax.options.reading import Reading
 from sparsejax.options.training import Fit, Training
 from sparsejax.sparse import CSR
 
-# A model with this AUC orders examples, even if its probabilities are wrong.
+# A model with at least this AUC orders examples well, even if its probabilities are wrong.
 _ORDERS = 0.55
 
 
 _COLUMNS_OF_RUN = (
     "schema=...: the columns are those of the run that is trained on; leave it out"
 )
-# In place of the fingerprint of data, where files come and go.
+# Fingerprint of data in a folder that is followed, whose files change.
 _FOLLOWED = "followed"
-# Rows of a chunk that has the whole of a file.
+# Rows of a chunk that holds a whole file.
 _ALL = 2**62
-# A model has a regression by default from so many examples on, if each label has so many of
-# them, and up to so many numbers of all examples together, which are fitted in a minute.
+# By default a model has a regression if there are at least 1,000 examples, at least 100 of each
+# value of the label, and at most 20 million stored values, which take a minute to fit.
 _LEAST_REGRESSED, _LEAST_OF_LABEL, _MOST_REGRESSED = 1_000, 100, 20_000_000
-# The share of the examples that is held out to choose how much the layers beside it count.
+# Share of the examples that is held out to choose the weight of the layers beside the regression.
 _HELD_OUT = 0.1
 _SILENT = Reading()
 
@@ -218,7 +218,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         ):
             chosen["regression"] = True
             said.append("a logistic regression is fitted first")
-        # As good there by AUC, and faster: benchmarks/notes/dlrm.md.
+        # Its AUC is equal to float32's, and it is faster: benchmarks/notes/dlrm.md.
         if "dtype" in training.suited and custom_call_can_run(
             HOPPER_OR_NEWER, divided=True
         ):
@@ -336,7 +336,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
             file = path
             if skips_bad_lines(path, reading):
                 file = without_bad_lines(path, known.schema)
-            # Unlike `read_clicks`, it takes a file without examples.
+            # Unlike `read_clicks`, `scan_clicks` accepts a file without examples.
             scanned = scan_clicks(
                 file, known.schema, features=known.vocabularies, chunk_rows=_ALL
             )
@@ -466,7 +466,9 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
 
 
 def _facts(clicks: ClickDataset) -> list[str]:
-    """The number of examples, and the shares of clicks, or of each label with 0 and 1."""
+    """Facts for a report: the number of examples, and the share of clicks or of each binary
+    label.
+    """
     shares = {"clicks": clicks.labels}
     if several := clicks.schema.several:
         columns = zip(several.items(), clicks.labels.T, strict=True)
@@ -482,7 +484,7 @@ def _facts(clicks: ClickDataset) -> list[str]:
 def _curves(
     clicks: ClickDataset, predicted: np.ndarray | dict[str, np.ndarray]
 ) -> dict[str, list[tuple[float, float]]]:
-    """The calibration curves of all labels with 0 and 1, by their names."""
+    """Calibration curves of all binary labels, by label name."""
     if not isinstance(predicted, dict):
         return {clicks.schema.label: calibration_curve(predicted, clicks.labels)}
     columns = zip(clicks.schema.several.items(), clicks.labels.T, strict=True)
@@ -494,7 +496,7 @@ def _curves(
 
 
 def _is_regressed(training: Training, data: ClickDataset | ScannedClicks) -> bool:
-    """Whether the model has a regression, and there are examples enough to hold some out."""
+    """Whether the model has a regression, and there are enough examples to hold some out."""
     if not isinstance(data, ClickDataset) or data.num_rows < _LEAST_REGRESSED:
         return False
     # Clicks that are corrected for positions in training alone do not choose a share.

@@ -1,4 +1,4 @@
-"""Writes a click model, with its tables, as programs that run without it."""
+"""Exports a click model with its tables as programs that run without sparsejax."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from sparsejax.wide_ids import NUM_IDS
 
 
 def portable_clicks(asked: Write) -> Portable:
-    """A click model with its tables, for `export_predictor`."""
+    """Exports a click model with its tables, for `export_predictor`."""
     model: Any = asked.model
     clicks, table_dtype, unknown_ids = asked.names, asked.table_dtype, asked.unknown_ids
     check_click_model(model)
@@ -82,7 +82,7 @@ def portable_clicks(asked: Write) -> Portable:
     if clicks is not None:
         _check_ids(stacks, clicks)
     merged, state = split(model)
-    # Numbers of rows come behind codes, see `_arrays`.
+    # Scales and offsets of quantized rows are stored after the codes, see `_arrays`.
     numbers = {
         (*path_of, "kernels", table.stack.name): table.numbers
         for path_of, table in tables
@@ -125,14 +125,14 @@ def portable_clicks(asked: Write) -> Portable:
 
 
 def _dotted(path: Iterable[Any]) -> str:
-    """A path of a tree, as exports of changes name it."""
-    # An array is the attribute of a variable, whose name is enough.
+    """The name of an array in a tree, as an export of changes writes it."""
+    # A variable's array is its attribute; the name of the variable is enough.
     keys = (key for key in path if not isinstance(key, jax.tree_util.GetAttrKey))
     return ".".join(str(getattr(key, "key", key)) for key in keys)
 
 
 def _check_unknown(unknown: Unknown | None, model: nnx.Module) -> None:
-    """Raises ValueError unless there is such a choice."""
+    """Raises ValueError if `unknown` is no valid choice for the model."""
     if unknown not in (None, *get_args(Unknown)):
         raise ValueError(f'unknown_ids is "init" or "zeros", got {unknown!r}')
     if unknown and not any(node.indexes for node in collections_of(model).values()):
@@ -156,7 +156,7 @@ def _num_dense(model: nnx.Module, clicks: Clicks | None) -> int:
 
 
 def _check_ids(stacks: list[Stack], clicks: Clicks) -> None:
-    """Raises ValueError unless the features are those of the data."""
+    """Raises ValueError if the model's features differ from those of the data."""
     wanted = {
         f.name: NUM_IDS if s.dynamic else f.table.config.num_rows
         for s in stacks
@@ -176,10 +176,10 @@ def _check_ids(stacks: list[Stack], clicks: Clicks) -> None:
 
 
 class _Table(jax.ShapeDtypeStruct):
-    """An array of a stack, which is written some rows at a time.
+    """The shape of an array of a stack whose rows are written a few at a time.
 
     Attributes:
-      pieces: function that makes its rows, in order.
+      pieces: function that returns an iterator of its rows, in order.
     """
 
     def __init__(self, shape, dtype, pieces):
@@ -188,11 +188,11 @@ class _Table(jax.ShapeDtypeStruct):
 
 
 class _Tables(NamedTuple):
-    """A stack that is exported.
+    """A stack of tables in an export.
 
     Attributes:
-      stack: its tables are in the order of ids.
-      numbers: scale of each row of codes, and its offset if there is one.
+      stack: the stack; its tables are in the order of their ids.
+      numbers: scales of quantized rows, then their offsets if the dtype has offsets.
     """
 
     stack: Stack
@@ -205,10 +205,10 @@ def _portable(
     table_dtype: TableDtype | None,
     unknown: Unknown,
 ) -> list[_Tables]:
-    """Gives a copy of a collection the tables that are exported.
+    """Replaces the tables of a copied collection by the tables to export.
 
     Returns:
-      Its new stacks, whose names are those of no other collection.
+      The new stacks. Each name is unique among all collections.
     """
     places: dict[str, tuple[Stack, list[StackedTable]]] = {}
     for stack in collection.stacks:
@@ -242,7 +242,7 @@ def _portable(
         yield np.zeros((unused, stack.dim), stack.dtype)
 
     found, kernels, indexes = [], {}, {}
-    # Rows of a dynamic table stay where its index says.
+    # Rows of a dynamic table keep their numbers, as its index refers to them.
     changing = [
         stack for stack in collection.stacks if stack.dynamic and stack.features
     ]
@@ -264,7 +264,8 @@ def _portable(
         kernels[stack.name] = RowParam(kernel)
         found.append(_Tables(stack, numbers))
     if any(store.stages for store in stores.values()):
-        del collection.first, collection.stage  # the file has all rows
+        # the file contains all rows, so none are staged from the host
+        del collection.first, collection.stage
     collection.stacks = tuple(tables.stack for tables in found)
     collection.kernels, collection.indexes = nnx.data(kernels), nnx.data(indexes)
     collection.unknown = unknown
@@ -276,12 +277,12 @@ def _arrays(
     rows: Callable[[], Iterator[np.ndarray]],
     kind: TableDtype | None,
 ) -> list[_Table]:
-    """The arrays of a stack: its rows, or their codes and the numbers of each row."""
+    """Arrays to export for a stack: its rows, or quantized codes, scales and offsets."""
     shape = (stack.num_rows, stack.dim)
     if kind is None:
         return [_Table(shape, stack.dtype, rows)]
     dtypes = row_codes.coded_dtypes(kind)
-    # Kept while the codes are written: the numbers of each row follow them in the file.
+    # Scales and offsets are kept while the codes are written, as the file stores them afterwards.
     kept: list[list[np.ndarray]] = [[] for _ in dtypes[1:]]
 
     def codes() -> Iterator[np.ndarray]:
@@ -299,7 +300,7 @@ def _arrays(
 
 
 def _batch(stacks: list[Stack], given: list[Any]) -> FeatureBatch:
-    """The ids that a program is given, as `FeatureBatch` has them."""
+    """Converts the inputs of the exported program to a `FeatureBatch`."""
     found, keys = {}, {}
     for stack, entries in zip(stacks, given, strict=True):
         *high, low, indptr = entries
@@ -319,7 +320,7 @@ def _batch(stacks: list[Stack], given: list[Any]) -> FeatureBatch:
 
 
 def _reader(numbers: list[jax.Array]) -> gradients.Reader:
-    """How the rows of a coded stack are summed."""
+    """Makes the function that sums rows of a quantized stack."""
     scale, *offset = numbers
 
     def read(x, w, implementation):

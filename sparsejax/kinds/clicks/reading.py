@@ -1,4 +1,4 @@
-"""Examples of clicks from files and tables, as runs read them."""
+"""Reads examples of clicks from files and tables for runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from sparsejax.wide_ids import NUM_IDS
 def read_examples(
     source: Any, schema: ClickSchema | None, reading: Reading
 ) -> ClickDataset:
-    """Reads examples, and says what was read."""
+    """Reads examples, and reports a summary of them through `reading.say`."""
     if isinstance(source, ClickDataset):
         if schema is not None:
             raise ValueError(
@@ -79,8 +79,8 @@ def read_like(
       known: the earlier data.
       reading: settings of reading; its `say` is called with a summary.
       labelled: whether labels are read.
-      append: whether new categories get ids behind the known ones.
-      training: whether all columns are read, also those that only training reads.
+      append: whether new categories get ids after the known ones.
+      training: whether columns that only training needs are read, too.
       weighted: whether the weights of the examples are read, if the schema names some.
 
     Raises:
@@ -113,7 +113,7 @@ def read_like(
 
 
 def _with_columns_of(known: Any, source: Any, append: bool) -> ClickDataset:
-    """A saved data set, or one in memory, with the ids of earlier data."""
+    """A saved or in-memory data set, converted to the ids of earlier data."""
     data = source if isinstance(source, ClickDataset) else ClickDataset.load(source)
     try:
         if append:
@@ -128,7 +128,7 @@ def _with_columns_of(known: Any, source: Any, append: bool) -> ClickDataset:
 
 
 def _check_targets(schema: ClickSchema, data: ClickDataset, source: str) -> None:
-    """Raises ValueError if a data set to train on lacks a part that earlier data had."""
+    """Raises ValueError if training data lacks weights or propensities that earlier data had."""
     had = {
         "weights": schema.weight is not None or bool(schema.label_weights),
         "propensities": schema.propensity is not None,
@@ -142,7 +142,7 @@ def _check_targets(schema: ClickSchema, data: ClickDataset, source: str) -> None
 
 
 def _check_source(source: Any) -> None:
-    """Raises TypeError for what is neither a file, nor a table, nor records."""
+    """Raises TypeError if `source` is neither a file, nor a table, nor a list of records."""
     is_table = hasattr(source, "__arrow_c_stream__")
     if not (is_file(source) or is_table or isinstance(source, list | tuple | Mapping)):
         raise TypeError(
@@ -152,7 +152,9 @@ def _check_source(source: Any) -> None:
 
 
 def were_trained_on(clicks: ClickDataset, settings: Any) -> bool:
-    """Whether a run was trained on these examples, or on what it did not hold out of them."""
+    """Whether a run was trained on these examples, or on the part of them that it did not hold
+    out.
+    """
     trained = settings.data_fingerprint
     if fingerprint_of(clicks) == trained:
         return True
@@ -163,20 +165,20 @@ def were_trained_on(clicks: ClickDataset, settings: Any) -> bool:
 
 
 def held_out(clicks: ClickDataset, share: float) -> tuple[ClickDataset, ClickDataset]:
-    """The examples that a run is trained on, and the share of them that it holds out."""
-    # Not --seed, so that models of several seeds are compared alike.
+    """Splits examples into a training part and a held-out part with the given share."""
+    # A fixed seed, not the run's, so that runs of several seeds are compared on the same examples.
     return clicks.split_rows(1 - share, seed=0)
 
 
 def known_of(data: ClickDataset | ScannedClicks) -> ClickDataset:
-    """The columns and the ids of some data, without its examples."""
+    """A data set with the columns and ids of `data` and without examples."""
     return without_rows(data.num_ids, data.schema, data.vocabularies)
 
 
 def without_rows(
     sizes: Mapping[str, int], schema: ClickSchema, vocabularies: Mapping[str, Names]
 ) -> ClickDataset:
-    """Clicks without examples."""
+    """Makes a click data set without examples."""
     ids = {
         name: np.zeros(0, np.uint64 if size == NUM_IDS else np.int32)
         for name, size in sizes.items()
@@ -196,7 +198,9 @@ def without_rows(
 
 
 def num_known(data: ClickDataset | ScannedClicks) -> int:
-    """How many ids the data number; a column of 64-bit ids, whose ids it does not, counts 1."""
+    """Total number of ids of all columns. A column of 64-bit ids is not numbered, and counts as
+    1.
+    """
     sizes = [size for size in data.features.values() if not isinstance(size, str)]
     return sum(1 if size == NUM_IDS else size for size in sizes)
 
@@ -209,9 +213,10 @@ def fingerprint_of(clicks: ClickDataset) -> str:
 def groups_of(
     measuring: Evaluate | Paged, reading: Reading, run: Opened, clicks: ClickDataset
 ) -> Any:
-    """The groups of the examples: the categories of the file themselves, where it has them.
+    """Groups for metrics: the categories in the file if it can be read again, else the column's
+    name.
 
-    The ids of a model may be one for several categories: by a hash, or as they are rare.
+    The model's ids are not used if possible: several hashed or rare categories share an id.
     """
     name, source, schema = measuring.groups, measuring.heldout, run.known.schema
     if name is None:
@@ -221,8 +226,8 @@ def groups_of(
         not isinstance(column, HashedColumn | VocabularyColumn)
         or isinstance(source, ClickDataset)
         or is_saved(source, stored.CLICKS)
-        or reading.skip_bad_lines  # lines that are bad elsewhere are not left out
-        or isinstance(clicks.ids[name], CSR)  # an error, which names the column
+        or reading.skip_bad_lines  # bad lines in another column would not be skipped
+        or isinstance(clicks.ids[name], CSR)  # raises an error that names the column
     ):
         return name
     only = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Logistic regressions of the ids and the dense columns of clicks."""
+"""Logistic regression on the ids and dense columns of clicks."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from sparsejax.ops.gather_matmul import Combiner
 from sparsejax.sparse import CSR
 from sparsejax.whole_files import opened_regular, whole_file
 
-# Variances of the weights, in the order in which they are tried. Held-out examples choose one.
+# Prior variances of the weights, tried in this order. Held-out examples choose one.
 _VARIANCES = 0.03, 0.1, 0.3, 1.0, 3.0
-# Up to so many examples are divided into folds, each of which is held out once.
+# With at most 50,000 examples, each of five folds is held out once.
 _IN_FOLDS, _FOLDS = 50_000, 5
 _SHARES = 41
-# More examples than these do not change the choice.
+# At most this many examples are used to choose the variance: more do not change the choice.
 _CHOOSING = 250_000
-# Newton's steps at most. Where the slope by the scaled weights is that small, the loss of all
-# examples together is within a thousandth of the least one.
+# At most 50 Newton steps. If the gradient by the scaled weights is below 0.03, the total loss is
+# within 0.001 of the minimum.
 _ITERATIONS, _TOLERANCE = 50, 0.03
 
 
 @dataclasses.dataclass(frozen=True)
 class Regression:
-    """Weights of a logistic regression.
+    """Fitted weights of a logistic regression.
 
     Attributes:
-      dense: `[columns]` weight of each dense column.
+      dense: `[columns]` weight for each dense column.
       bias: intercept.
-      tables: weights of the ids of each table, `[num_rows]`; 0 where training has no example.
+      tables: weights for the ids of each table, `[num_rows]`; 0 for ids that are in no example.
     """
 
     dense: np.ndarray
@@ -53,19 +53,20 @@ def fit_regression(
     *,
     before: Regression | None = None,
 ) -> Regression:
-    """The logistic regression of the least penalized log loss, by Newton's method in float64.
+    """Fits a logistic regression with L2 penalty by Newton's method in float64.
 
     ::
 
         loss = sum over examples of -v log p(label) + |w - before|^2 / (2 variance)
 
-    Here `v` are the weights of the examples, 1 by default. The weights `w` are those of ids, and of dense columns that are divided by their
-    deviation. The intercept has no penalty. Held-out examples choose the variance.
+    Here `v` are the weights of the examples, 1 by default. `w` are the weights of ids and of dense
+    columns, each divided by its standard deviation. The intercept has no penalty. Held-out
+    examples choose the variance.
 
     Args:
       clicks: examples to fit.
       combiner: how the weights of several ids in a list are combined.
-      before: an earlier regression of the same columns; by default all of it is 0.
+      before: an earlier regression of the same columns; by default its weights are all 0.
     """
     columns = _Columns(clicks)
     x, y = columns.matrix(clicks, combiner), clicks.trained_labels.astype(np.float64)
@@ -88,7 +89,7 @@ def fit_regression(
 def regression_logits(
     fitted: Regression, clicks: ClickDataset, combiner: Combiner = "sum"
 ) -> np.ndarray:
-    """`[examples]` logits of examples."""
+    """The logits `[examples]` that a fitted regression predicts."""
     z = clicks.dense.astype(np.float64) @ fitted.dense + fitted.bias
     for name, ids in clicks.ids.items():
         rows, found, weights = _entries(ids, combiner)
@@ -100,13 +101,13 @@ def regression_logits(
 def set_regression(model: Any, clicks: ClickDataset | ScannedClicks) -> None:
     """Fits the regression of a click model whose configuration has one, in place.
 
-    It begins with the weights that the model has, and is regularized towards them.
+    Fitting starts from the model's current weights, and the penalty pulls towards them.
 
     Raises:
       NotImplementedError: the examples are scanned.
-      ValueError: there are none, or all have one label, and the model has no weights yet.
+      ValueError: there are no examples, or all have one label while the model has no weights yet.
     """
-    if getattr(model, "share", None) is None:  # as with several labels
+    if getattr(model, "share", None) is None:  # as for models of several labels
         return
     if not isinstance(clicks, ClickDataset):
         raise NotImplementedError(
@@ -115,7 +116,8 @@ def set_regression(model: Any, clicks: ClickDataset | ScannedClicks) -> None:
         )
     linear = model.linear
     if len(np.unique(clicks.labels)) < 2:
-        if float(linear.bias[...]):  # what is fitted stays: such labels would undo it
+        # keep the fitted weights: examples with a single label would undo them
+        if float(linear.bias[...]):
             return
         raise ValueError(
             f"the regression of a click model needs examples of both labels, got "
@@ -133,9 +135,9 @@ def set_regression(model: Any, clicks: ClickDataset | ScannedClicks) -> None:
 
 
 def save_final(path: pathlib.Path, clicks: ClickDataset, combiner: Combiner) -> None:
-    """Writes the regression of all examples, also of those that choose the share.
+    """Fits and writes a regression on all examples, including those held out to choose the share.
 
-    With many examples no file is written, as a tenth more of them changes nothing.
+    For many examples no file is written: a tenth more examples would change nothing.
     """
     if clicks.num_rows > _IN_FOLDS:
         return
@@ -146,10 +148,10 @@ def save_final(path: pathlib.Path, clicks: ClickDataset, combiner: Combiner) -> 
 
 
 def set_final(model: ClickModel, path: pathlib.Path) -> None:
-    """Gives a model the regression that `save_final` wrote.
+    """Loads the regression that `save_final` wrote into a model.
 
     Raises:
-      ValueError: the file is damaged, or of another model.
+      ValueError: the file is damaged, or belongs to another model.
     """
     try:
         with opened_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
@@ -161,7 +163,7 @@ def set_final(model: ClickModel, path: pathlib.Path) -> None:
 
 
 def _replace(model: Any, found: Regression) -> None:
-    """Sets the linear part of a click model."""
+    """Sets the linear part of a click model to a fitted regression."""
     linear = model.linear
     set_to(linear.weights, found.dense)
     set_to(linear.bias, found.bias)
@@ -170,8 +172,8 @@ def _replace(model: Any, found: Regression) -> None:
 
 
 def set_to(variable: nnx.Variable, value: Any) -> None:
-    """Replaces the value of a variable by one of its shape, where it lies."""
-    # An array that is put on a named device makes programs of their own.
+    """Replaces the value of a variable by one with equal shape, keeping its sharding."""
+    # An array put on a named device would be compiled for anew.
     before = variable[...]
     place = before.sharding if before.committed else None
     value = np.asarray(value, before.dtype)
@@ -179,19 +181,19 @@ def set_to(variable: nnx.Variable, value: Any) -> None:
 
 
 def least_share(first: np.ndarray, second: np.ndarray, labels: np.ndarray) -> float:
-    """The least share of a correction that is as good as the best one within chance.
+    """The least share of a correction that is not significantly worse than the best share.
 
     ::
 
         logit = first + share (second - first)        share = 0, .025, ... 1
 
-    Its log loss is at most one standard error above the least one. So a correction that
-    fits nothing but noise has the share 0.
+    The log loss of the result is at most one standard error above the minimum. So a correction
+    that only fits noise gets the share 0.
 
     Args:
       first: `[examples]` logits without the correction.
-      second: `[examples]` logits with all of it.
-      labels: `[examples]` labels of examples that neither was fitted on.
+      second: `[examples]` logits with the whole correction.
+      labels: `[examples]` labels of examples that neither model was fitted on.
     """
     shares = np.linspace(0, 1, _SHARES)
     losses = [
@@ -206,7 +208,9 @@ def least_share(first: np.ndarray, second: np.ndarray, labels: np.ndarray) -> fl
 
 
 class _Columns:
-    """The columns of the matrix that is fitted: dense ones, and an id of a table each."""
+    """Layout of the regression's matrix: dense columns, then a column for each id of each
+    table.
+    """
 
     def __init__(self, clicks: ClickDataset):
         dense = clicks.dense.astype(np.float64)
@@ -248,7 +252,7 @@ class _Columns:
 
 
 def _table_of(clicks: ClickDataset, name: str) -> str:
-    """The feature whose table a feature reads."""
+    """The name of the feature whose table this feature shares, or its own name."""
     like = clicks.features[name]
     return like if isinstance(like, str) else name
 
@@ -256,7 +260,7 @@ def _table_of(clicks: ClickDataset, name: str) -> str:
 def _entries(
     ids: np.ndarray | CSR, combiner: Combiner
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The example, the id and the factor of each entry of a feature."""
+    """For each id of a feature: its example, the id, and its factor by the combiner."""
     if not isinstance(ids, CSR):
         return np.arange(len(ids)), np.asarray(ids), np.ones(len(ids))
     indptr = np.asarray(ids.indptr)
@@ -268,7 +272,7 @@ def _entries(
 
 
 def _chosen(x: Any, y: np.ndarray, v: np.ndarray, offsets: np.ndarray) -> float:
-    """The variance of the least log loss on held-out examples."""
+    """The prior variance with the least log loss on held-out examples."""
     fold = np.random.default_rng(0).permutation(len(y))[:_CHOOSING] % _FOLDS
     x, y, v, offsets = (each[: len(fold)] for each in (x, y, v, offsets))
     losses = np.zeros(len(_VARIANCES))
@@ -290,7 +294,7 @@ def _fitted(
     offsets: np.ndarray,
     first: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Weights and intercept of the least penalized log loss.
+    """Weights and intercept with the least penalized log loss.
 
     Args:
       x: `[examples, columns]`.
@@ -298,17 +302,17 @@ def _fitted(
       v: weights of the examples.
       variance: prior variance of the weights, which sets the penalty.
       offsets: numbers added to the logits.
-      first: weights and intercept to begin with.
+      first: initial weights and intercept.
     """
-    import scipy.optimize  # only this needs it
+    import scipy.optimize  # imported here, as nothing else in this module needs scipy
     import scipy.special
 
     share = np.clip(v @ y / max(v.sum(), 1e-30), 1e-3, 1 - 1e-3)
     if first is None:
         first = np.zeros(x.shape[1] + 1)
         first[-1] = scipy.special.logit(share) - offsets.mean()
-    # Each weight is divided by its scale, so that the loss curves alike in all of them:
-    # frequent ids and rare ones then need as many steps.
+    # Weights are scaled so that the loss has equal curvature in each: frequent and rare ids then
+    # converge in equally many steps.
     curvature = share * (1 - share) * np.append(v @ x.power(2), v.sum())
     scale = 1 / np.sqrt(curvature + 1 / variance)
     penalty = np.append(np.full(x.shape[1], 1 / variance), 0)
@@ -327,7 +331,7 @@ def _fitted(
         slope = gradient(v * (scipy.special.expit(z) - y)) + penalty * w
         return float(value), scale * slope
 
-    last: list[np.ndarray] = [first, y]  # a point, and the second derivatives there
+    last: list[np.ndarray] = [first, y]  # a point, and the second derivatives at it
 
     def curved(u: np.ndarray, direction: np.ndarray) -> np.ndarray:
         if last[0] is not u:
@@ -337,7 +341,7 @@ def _fitted(
         along = x @ w[:-1] + w[-1]
         return scale * (gradient(last[1] * along) + penalty * w)
 
-    # Not L-BFGS: it waits for threads of BLAS far longer than it computes.
+    # L-BFGS is not used: it waits for BLAS threads far longer than it computes.
     found = scipy.optimize.minimize(
         loss,
         first / scale,

@@ -1,4 +1,4 @@
-"""Probabilities of clicks, and how good they are."""
+"""Predicts click probabilities and measures their quality."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def predict(
     optimizer: Optimizer | None = None,
     batch_size: int = 8192,
 ) -> Any:
-    """The probability of a click of each example, `sigmoid(model(dense, ids))`.
+    """Predicts the probability of a click for each example, `sigmoid(model(dense, ids))`.
 
-    With several labels it is a dict with the predictions of each, `[examples]`: probabilities,
-    or of labels with the losses "squared" and "quantile" numbers, see `LabelColumn`.
+    With several labels, a dict by label name, with `[examples]` arrays: probabilities for binary
+    labels, numbers for labels with the losses "squared" and "quantile", see `LabelColumn`.
 
     >>> _ = pathlib.Path("clicks.csv").write_text("click,user\\n1,ann\\n0,bob\\n0,ann\\n")
     >>> clicks = read_clicks("clicks.csv", ClickSchema("click", ids={"user": HashedColumn(9)}))
@@ -79,18 +79,18 @@ def predict(
     >>> predict(model, clicks).shape
     (3,)
 
-    Labels are not read. On a mesh, batches are divided over it.
+    Labels are not read. On a mesh, batches are divided over the devices.
 
     Args:
       model: a click model, or a module that is called as `model(dense, ids)`, see `ClickModel`.
       clicks: examples; scanned ones are read a chunk at a time.
-      optimizer: the model's optimizer, if rows of its tables may not be up to date, as in `log`
-        of `fit`.
+      optimizer: the model's optimizer, needed if its update of some table rows is still pending,
+          as in `log` of `fit`.
       batch_size: examples scored at a time.
 
     Raises:
-      FloatingPointError: a score is NaN, for example that of an id that a table does not
-        have. The message names the example.
+      FloatingPointError: a score is NaN, for example because a table does not have an id. The
+          message names the example.
       TypeError: the model or the data are of another kind.
       ValueError: the columns of the data are not those of the model.
     """
@@ -108,7 +108,7 @@ def logits_of(
     batch_size: int = 8192,
     deterministic: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`[examples]` logits and labels, or `[examples, labels]`. See `evaluate_clicks`."""
+    """`[examples]` logits and labels, or `[examples, labels]` with several labels."""
     found = _Scores(model, optimizer, batch_size, deterministic).of_all(clicks)
     return found.logits, found.labels
 
@@ -118,7 +118,7 @@ def evaluate_clicks(asked: Measure, *, deterministic: bool = False) -> dict[str,
 
     Args:
       asked: the call of `evaluate`.
-      deterministic: give the same bits in every process on the same kind of GPU.
+      deterministic: whether results are bitwise equal in every process on GPUs of one kind.
     """
     clicks, groups = cast(Clicks, asked.inputs), asked.groups
     weighted, keep_rows = asked.weighted, asked.keep_rows
@@ -169,7 +169,7 @@ def _rows_of_label(found: Found, column: LabelColumn) -> metrics.Rows:
 def predictions(
     logits: np.ndarray, labels: Mapping[str, LabelColumn]
 ) -> dict[str, np.ndarray]:
-    """`[examples]` float32 for each label, from `logits: [examples, labels]`."""
+    """Converts `[examples, labels]` logits to predictions, `[examples]` float32 for each label."""
     return {
         name: (probabilities_of(z) if column.is_probability else z).astype(np.float32)
         for (name, column), z in zip(labels.items(), logits.T, strict=True)
@@ -177,7 +177,7 @@ def predictions(
 
 
 def names_of_metrics(several: Mapping[str, LabelColumn]) -> list[str]:
-    """The metrics by which early stopping can go, the default first."""
+    """Names of the metrics that early stopping can use, the default first."""
     if not several:
         return [*METRICS[:-1]]
     return [
@@ -190,7 +190,7 @@ def names_of_metrics(several: Mapping[str, LabelColumn]) -> list[str]:
 
 
 def _warn_of_merged(name: str, column: IdColumn, ids: np.ndarray) -> None:
-    """Warns if several categories have one id, and so are one group."""
+    """Warns if several categories share an id, so that they are measured as one group."""
     advice = "; give the categories themselves as an array: groups=[...]"
     if isinstance(column, HashedColumn):
         room, found = column.size - 1, len(np.unique(ids[ids != MISSING]))
@@ -200,7 +200,7 @@ def _warn_of_merged(name: str, column: IdColumn, ids: np.ndarray) -> None:
                 f"that share an id are one group{advice}"
             )
             return
-        # The number of categories whose expected number of different ids was found.
+        # The number of categories for which `found` distinct hashed ids are expected.
         expected = round(np.log1p(-found / room) / np.log1p(-1 / room))
         if expected > found:
             warn_caller(
@@ -216,7 +216,7 @@ def _warn_of_merged(name: str, column: IdColumn, ids: np.ndarray) -> None:
 
 
 def check_click_model(model: Any) -> None:
-    """Raises TypeError if a model cannot predict clicks."""
+    """Raises TypeError if a model is not a click model."""
     if kind_of_model(model).ranks_items or not callable(model):
         raise TypeError(
             "clicks need a click model, such as sparsejax.embeddings.DLRM, or a module that is called as "
@@ -226,7 +226,7 @@ def check_click_model(model: Any) -> None:
 
 
 def check_columns(model: Any, clicks: Clicks) -> None:
-    """Raises ValueError if the columns of the data are not those of the model."""
+    """Raises ValueError if the columns of the data differ from those of the model."""
     columns = clicks.schema.dense
     if getattr(model, "num_dense", len(columns)) != len(columns):
         raise ValueError(
@@ -269,7 +269,7 @@ def check_columns(model: Any, clicks: Clicks) -> None:
 
 
 def check_shape(shape: tuple[int, ...], rows: int, labels: int) -> None:
-    """Raises ValueError unless there is a logit for each example, or for each of its labels."""
+    """Raises ValueError unless logits have the shape `[rows]`, or `[rows, labels]`."""
     wanted = (rows, labels) if labels else (rows,)
     if shape != wanted:
         raise ValueError(
@@ -288,7 +288,9 @@ def _check_numbers(logits: np.ndarray, first: int) -> None:
 
 
 def check_fixed(clicks: Clicks) -> None:
-    """Raises ValueError if a fixed category has no id, and so no examples to learn from."""
+    """Raises ValueError if a category with a fixed position has no id, so that it is never
+    learned.
+    """
     for name, value in clicks.schema.fixed.items():
         known = vocabulary_of(clicks.schema, name, clicks.vocabularies)
         if known is not None and value and str(value) not in known:
@@ -299,7 +301,7 @@ def check_fixed(clicks: Clicks) -> None:
 
 
 def check_labels(model: Any, clicks: Clicks) -> None:
-    """Raises ValueError if the labels of the data are not those of the model."""
+    """Raises ValueError if the labels of the data differ from those of the model."""
     given = tuple(clicks.schema.several)
     wanted = getattr(model, "labels", given)
     if tuple(wanted) != given:
@@ -311,13 +313,13 @@ def check_labels(model: Any, clicks: Clicks) -> None:
 
 
 def check_same_labels(train: Clicks, other: Clicks) -> None:
-    """Raises ValueError if labels of the two mean something else."""
+    """Raises ValueError if the labels of two data sets differ in their meaning."""
     if unweighted(train.schema).several != unweighted(other.schema).several:
         raise ValueError("the labels differ from those of the training data")
 
 
 def check_same_columns(train: Clicks, validation: Clicks) -> None:
-    """Raises ValueError if ids of the two mean something else."""
+    """Raises ValueError if the ids of two data sets differ in their meaning."""
     check_same_schema(train.schema, validation.schema, "validation")
     check_same_labels(train, validation)
     for name, known in train.vocabularies.items():
@@ -333,7 +335,7 @@ def _table(like: str | None) -> str:
 
 
 class _Scores:
-    """Scores examples by a model."""
+    """Scores examples with a model."""
 
     def __init__(
         self,
@@ -346,7 +348,7 @@ class _Scores:
         check_positive(batch_size=batch_size)
         self._model, self._optimizer = model, optimizer
         self._most, self._program = batch_size, _logits[deterministic]
-        # With the state of the optimizer, but without changes.
+        # The optimizer's pending updates are applied to the scores, but neither is changed.
         self._staged = Staged.of(model, None)
         if self._staged is not None and optimizer is not None:
             optimizer.host_rows(model, reading=True)
@@ -356,7 +358,7 @@ class _Scores:
     def of_all(self, clicks: Clicks, feature: str | None = None) -> Found:
         """Args:
         clicks: all examples.
-        feature: the one whose ids are groups.
+        feature: name of the feature whose ids are the groups, or None.
         """
         if not isinstance(clicks, ClickDataset | ScannedClicks):
             raise TypeError(
@@ -421,13 +423,13 @@ class _Scores:
     ) -> Iterator[jax.Array]:
         for dense, ids in _batches(clicks, self._most, on_host=True):
             ids = staged.brought(ids)
-            # Rows have moved, so the arrays are others.
+            # Staging moved rows, so the model's arrays were replaced.
             yield self._program(*split(self._model, self._optimizer), dense, ids)
 
 
 @functools.partial(Programs, static_argnames="graphdef")
 def _logits(graphdef, state, dense, ids):
-    """`[batch]` logits of a model from `split`, or `[batch, labels]`."""
+    """`[batch]` logits of a model given as `split` returns it, or `[batch, labels]`."""
     with merged(graphdef, state) as model:
         model.eval()
         return replicated(model(dense, ids).astype(jnp.float32))
@@ -436,9 +438,9 @@ def _logits(graphdef, state, dense, ids):
 def _batches(
     clicks: ClickDataset, most: int, *, on_host: bool
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Examples in batches of one size, on the devices; the last ones may be no examples.
+    """Batches of equal size on the devices; the last one is padded with rows without examples.
 
-    `on_host`, their ids are NumPy arrays.
+    With `on_host`, ids are NumPy arrays.
     """
     mesh = current_mesh()
     parts = 1 if mesh is None else int(np.prod(axis_sizes()))

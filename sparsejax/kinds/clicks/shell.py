@@ -1,4 +1,4 @@
-"""Click models as flags describe them: columns of the data, and the tables to plan."""
+"""Converts command-line flags of click models to schemas, and to tables for `plan`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparsejax.options.models import Clicks
 
 
 def schema_of(command: Clicks) -> ClickSchema | None:
-    """The schema that the flags name; None for a saved data set, which knows it."""
+    """The schema that the flags describe; None for a saved data set, which contains its schema."""
     delimiter = getattr(command, "delimiter", None)
     others = command.given & {"label", "dense", "categories", "weight"}
     if getattr(command, "origin", None) is not None:
@@ -54,7 +54,7 @@ def schema_of(command: Clicks) -> ClickSchema | None:
 
 
 def data_to_plan(schema: ClickSchema | None, examples: str | None) -> ScannedClicks:
-    """Data whose schema and numbers of ids are those that the flags of `plan` name."""
+    """Data for `plan`, with the schema and the numbers of ids that the flags give."""
     if examples is not None:
         return scan_clicks(examples, schema)
     if schema is None:
@@ -66,7 +66,7 @@ def data_to_plan(schema: ClickSchema | None, examples: str | None) -> ScannedCli
 
 
 def tables_of(make: Maker, rule: Rule) -> tuple[dict[str, TableConfig], dict[str, str]]:
-    """The tables of a model, and the table of each of its features."""
+    """The tables of a model by name, and the table name of each feature."""
     model, _ = nnx.eval_shape(lambda: make(rule=rule, seed=0))
     tables, features = {}, {}
     for node in collections_of(model).values():

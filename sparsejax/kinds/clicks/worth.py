@@ -1,4 +1,4 @@
-"""Whether a click model, or a single column, is better or worse than it should be."""
+"""Compares a click model, or a single column, with simple predictions, to warn of errors."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from sparsejax.kinds.clicks.regression import fit_regression, regression_logits
 from sparsejax.kinds.clicks.scores import Clicks, logits_of
 from sparsejax.sparse import CSR
 
-# With fewer examples the figures say too little.
+# With fewer examples the comparison would not be significant.
 LEAST_ROWS = 500
-# Examples that are fitted and measured: enough to see a bad model, in about a second.
+# Number of examples to fit and to measure: enough to detect a bad model, in about a second.
 _FITTED, _MEASURED = 40_000, 20_000
-# A column that alone has this AUC is seldom known before the click.
+# A column that reaches this AUC alone probably leaks the label.
 _TELLING = 0.999
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Figures of a model and of simple predictions, on the same examples.
+    """Metrics of a model and of simple predictions on the same examples.
 
     Attributes:
       examples: number of examples.
-      log_loss: log losses of the model, of a constant share of clicks, and of a logistic
-        regression.
-      auc: AUC of the model, and of a logistic regression.
+      log_loss: log losses of the model, of a constant prediction (the share of clicks), and of a
+          logistic regression.
+      auc: AUC of the model and of a logistic regression.
       errors: standard errors of the differences of the model's log loss from those of the
         constant share and of the regression.
     """
@@ -40,7 +40,7 @@ class Comparison:
     errors: tuple[float, float]
 
     def warning(self, what: str) -> str | None:
-        """A sentence if the model is no better, by more than chance; else None.
+        """A warning if the model is not significantly better than simple predictions; else None.
 
         Args:
           what: kind of the examples, such as "validation".
@@ -66,20 +66,22 @@ class Comparison:
 def compared(
     model: ClickModel, train: Clicks, validation: Clicks | None
 ) -> Comparison | None:
-    """A model beside simple predictions; None if there are too few examples to say, or if
-    the loss or the columns are others in training.
+    """Compares a model with simple predictions.
 
-    The logistic regression has L2 regularization, and is fitted on at most 40,000 of the
-    training examples. Without validation data, the model is measured on others of the
-    training examples, which it has seen and the regression has not: if it is worse even so,
-    it has learned too little.
+    None if there are too few examples, or if the model was trained with another loss or other
+    columns.
+
+    The logistic regression has L2 regularization, and is fitted on at most 40,000 training
+    examples. Without validation data, both are measured on other training examples. The model was
+    trained on these and the regression was not: a model that is still worse has learned too
+    little.
 
     Args:
       model: the model.
       train: the examples that it was trained on.
       validation: examples that it was not trained on, or None.
     """
-    # The model's loss is another one.
+    # The model was trained with another loss.
     if not train.schema.is_plain:
         return None
     fitted = _some(train, _FITTED + (_MEASURED if validation is None else 0), seed=0)
@@ -112,7 +114,7 @@ def compared(
 
 
 def _some(clicks: Clicks, count: int, *, seed: int) -> ClickDataset:
-    """At most so many examples in random order; of scanned ones, of the first chunk."""
+    """At most `count` examples in random order, of scanned clicks only from the first chunk."""
     if not isinstance(clicks, ClickDataset):
         clicks = next(clicks.chunks())
     rng = np.random.default_rng(seed)
@@ -120,11 +122,11 @@ def _some(clicks: Clicks, count: int, *, seed: int) -> ClickDataset:
 
 
 def warning_of_columns(clicks: Clicks) -> str | None:
-    """A sentence if single columns order the examples as their labels do; else None.
+    """A warning if a single column predicts the labels almost perfectly; else None.
 
-    A dense column is a score as it is, in either direction. An id's score is the share of
-    clicks of its other examples: of two thirds of at most 60,000 examples, and the AUC is that
-    of the other third. So an id of one example alone tells nothing.
+    A dense column is used as a score, in either direction. The score of an id is its share of
+    clicks. At most 60,000 examples are used: the shares come from two thirds of them, the AUC is
+    measured on the other third. So an id that occurs once predicts nothing.
     """
     if several := clicks.schema.several:
         if not isinstance(clicks, ClickDataset):
@@ -156,7 +158,7 @@ def warning_of_columns(clicks: Clicks) -> str | None:
 
 
 def _shares(fitted: ClickDataset, measured: ClickDataset, name: str) -> np.ndarray:
-    """`[examples]`: the mean over the ids of an example of their shares of clicks."""
+    """`[examples]` scores: the share of clicks of each example's ids, averaged over its ids."""
     ids, rows = _entries(fitted, name)
     if not len(ids):
         return np.full(measured.num_rows, fitted.labels.mean())
@@ -173,7 +175,7 @@ def _shares(fitted: ClickDataset, measured: ClickDataset, name: str) -> np.ndarr
 
 
 def _entries(clicks: ClickDataset, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """All ids of a feature, and the example of each."""
+    """All ids of a feature as one array, and the example number of each."""
     ids = clicks.ids[name]
     if not isinstance(ids, CSR):
         return np.asarray(ids), np.arange(clicks.num_rows)

@@ -1,1 +1,1 @@
-"""Histories: what users did in its order, and models that say what comes next."""
+"""Histories: events of users in order, and models that predict the next item."""

@@ -1,4 +1,4 @@
-"""Held-out items of histories, made ready to measure models on."""
+"""Prepares held-out items of histories, to measure models on them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.measuring import Measure
 from sparsejax.sequence.events import Label
 
-# Categories of a column that are measured, the most frequent ones.
+# Only the most frequent categories of a column are measured.
 _CATEGORIES = 10
 
 
 def prepared_sequences(asked: Measure) -> Evaluation:
-    """Prepares histories for `evaluate`, before it runs the model, a `NextItems`."""
+    """Prepares an evaluation on histories. `evaluate` then runs the model, a `NextItems`, on
+    it.
+    """
     model, inputs = asked.model, cast(SequenceDataset, asked.inputs)
     heldout, candidates = (
         cast(Source | SequenceDataset, asked.heldout),
@@ -84,14 +86,14 @@ def label_metrics(
     *,
     optimizer: Optimizer | None = None,
 ) -> dict[str, float]:
-    """How well a model predicts the labels of the first held-out event of each row.
+    """Metrics of the label predictions for the first held-out event of each row.
 
     Args:
-      ranker: the model; there are no metrics if it predicts no labels.
-      inputs: the histories that it is shown.
+      ranker: the model. If it predicts no labels, the result is empty.
+      inputs: the histories that the model reads.
       heldout: held-out events.
       batch_size: rows scored at a time.
-      optimizer: the model's optimizer, if rows of its weights may be behind.
+      optimizer: the model's optimizer, if some of its updates of weight rows are still pending.
     """
     head = getattr(ranker.model, "next_event", None)
     if head is None or not isinstance(heldout, SequenceDataset):
@@ -124,7 +126,9 @@ def label_metrics(
 def _by_category(
     events: Events, label: Label, scores: np.ndarray, values: np.ndarray
 ) -> Iterator[tuple[str, Found]]:
-    """Scores and labels of a number, of single categories, or of all hashed ones together."""
+    """Names, scores and labels to measure: of a numeric column, of each frequent category, or
+    of all hashed categories together.
+    """
     if label.dense is not None:
         there = ~np.isnan(values)
         yield label.name, Found(scores[there, 0], values[there], None, None)
@@ -146,13 +150,15 @@ def _by_category(
 
 @functools.partial(Programs, static_argnames="graphdef")
 def _scored(graphdef, state, shown: Shown, ids: jax.Array):
-    """`[batch, scores]` scores of all labels, of a `NextItems` from `split`."""
+    """`[batch, scores]` scores of all labels, by a `NextItems` given as `split` returns it."""
     with merged(graphdef, state) as model:
         return replicated(model.label_scores(taken(shown), jnp.asarray(ids)))
 
 
 def kinds_of(heldout: Any) -> dict[str, SparseDataset]:
-    """The held-out targets of each kind of event, by `COLUMN=KIND`, of the rows of `heldout`."""
+    """Held-out targets for each kind of event, by `COLUMN=KIND`; the rows are those of
+    `heldout`.
+    """
     if not isinstance(heldout, SequenceDataset) or heldout.events is None:
         return {}
     targets, column = heldout.only_targets(), heldout.events.schema.kind
@@ -163,7 +169,7 @@ def kinds_of(heldout: Any) -> dict[str, SparseDataset]:
 def _with_new_rows(
     inputs: SequenceDataset, heldout: Source | SequenceDataset
 ) -> SequenceDataset:
-    """The inputs, with an empty history for each row that only `heldout` has."""
+    """Inputs to which an empty history is added for each row that only `heldout` has."""
     if not isinstance(heldout, RowNames):
         return inputs
     names = heldout.row_names

@@ -1,4 +1,4 @@
-"""The formula for the memory of a model of histories; see docs/large_models.md."""
+"""Estimates the memory of training a model of histories; see docs/large_models.md."""
 
 from __future__ import annotations
 
@@ -57,24 +57,25 @@ from sparsejax.sequence.events import EventSizes
 from sparsejax.sequence.model import Asked, SequenceModel, TokenModel
 from sparsejax.sparse import CSR
 
-# Arrays of [tokens, width] besides those that the blocks keep for the backward pass:
-# gradients, and the random bits of dropout.
+# Number of [tokens, width] float32 arrays besides activations kept for the backward pass:
+# gradients, and random bits of dropout.
 _GRADIENTS = 16
-# Arrays of [targets, width]: vectors with a target, and their gradients.
+# Number of [targets, width] float32 arrays: hidden vectors that have a target, and gradients.
 _OF_TARGETS = 4
-# Arrays of the scores of attention: weights, and gradients.
+# Number of float32 arrays with the size of attention scores: weights and gradients.
 _OF_SCORES = 5
-# Where so many times the vectors of the items fit, it makes no difference to store them.
+# If the memory holds the item vectors at least this many times, storing them costs too little to
+# matter.
 _FEW_VECTORS = 20
-# Lengths are taken at so many quantiles.
+# Number of quantiles of the length distribution.
 _QUANTILES = 1000
 
 
 def assumed_lengths(rows: int, entries: int) -> np.ndarray:
-    """Lengths of histories with this mean, one for each of equally many rows.
+    """Assumed lengths of histories with the given mean; each length stands for equally many rows.
 
-    Above 2, the least that can be trained on, they are lognormal, with a standard deviation
-    of 1.3 times the mean.
+    A trainable history has at least 2 entries. The part above 2 is lognormal, with a standard
+    deviation of 1.3 times its mean.
 
     >>> lengths = assumed_lengths(10, 200)
     >>> float(lengths.min()) > 2, round(float(lengths.mean()))
@@ -96,11 +97,11 @@ def assumed_lengths(rows: int, entries: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HistoryWorkload(Workload):
-    """A model of histories that is to be trained.
+    """Sizes of a training of a model of histories.
 
     Attributes:
-      times: whether it reads times.
-      events: sizes of the columns of events that it reads; None if it reads none.
+      times: whether the model reads times.
+      events: sizes of the event columns that the model reads; None if it reads none.
     """
 
     network: SequenceConfig
@@ -109,26 +110,26 @@ class HistoryWorkload(Workload):
 
     @property
     def _columns(self) -> dict[str, tuple[int, ...]]:
-        """The shape of an event's part of each column."""
+        """The shape of a single event's value in each event column."""
         return {} if self.events is None else self.events.shapes
 
     @property
     def _user_columns(self) -> dict[str, tuple[int, ...]]:
-        """The shape of a user's part of each column of users."""
+        """The shape of a single user's value in each user column."""
         return {} if self.events is None else self.events.user_shapes
 
     @property
     def _places(self) -> int:
-        """Places that the model reads: columns of users have one in front."""
+        """Number of positions that the model reads. User columns take one more, in front."""
         return self.network.max_length + bool(self._user_columns)
 
     @property
     def window(self) -> int:
-        """Places of a row: the model's, and one that is only a target."""
+        """Number of positions in a row: the model's, and one more that is only a target."""
         return self.network.max_length + 1
 
     def _targets(self) -> np.ndarray:
-        """Places of rows that have a next item."""
+        """Number of positions with a next item, for each assumed length."""
         lengths = assumed_lengths(self.rows, self.entries)
         return np.minimum(lengths, self.window) - self.window + self._places
 
@@ -141,7 +142,7 @@ class HistoryWorkload(Workload):
         targets, rows = self._targets(), self.batch
         fullest = rows * targets.mean()
         if not self._of_tokens:
-            # Batches are not alike: the fullest is 3 standard deviations above the mean.
+            # Batches differ: the fullest is assumed to be 3 standard deviations above the mean.
             fullest += 3 * math.sqrt(rows) * targets.std()
         most = min(math.ceil(fullest), rows * self._places)
         of_events = [windows * math.prod(shape) for shape in self._columns.values()]
@@ -158,23 +159,26 @@ class HistoryWorkload(Workload):
 
     @property
     def _of_tokens(self) -> bool:
-        """Whether nothing is computed for padding."""
+        """Whether the model computes nothing for padding."""
         return issubclass(model_of(self.network), TokenModel)
 
     def _parts(self, data: int, model: int) -> int:
-        """Into how many parts the layers divide a batch."""
+        """Number of parts into which the layers divide a batch."""
         if not self._of_tokens:
             return data
         return 1 if self.batch % (data * model) else data * model
 
     def _read(self, data: int, model: int) -> int:
-        """Number of tokens that each part of a batch is computed on."""
+        """Number of tokens in each part of a batch."""
         if self._of_tokens:
             return -(-self.capacities(data, model)[-1] // self._parts(data, model))
         return self.batch // data * self._places
 
     def _asked(self, data: int, model: int) -> Asked | None:
-        """The items that a device asks for; None if devices do not ask for their own."""
+        """Number of items whose vectors each device requests;
+
+        None if devices request none of their own.
+        """
         parts, drawn = self._parts(data, model), self.network.negatives
         if drawn is None or self.content is not None or not self._of_tokens:
             return None
@@ -210,8 +214,9 @@ class HistoryWorkload(Workload):
         return *windows, places
 
     def _dtype(self, name: str) -> Any:
-        """Type of a column of events."""
-        assert self.events is not None  # whose name this is
+        """The dtype of an event column."""
+        # a column's name exists only if there are columns
+        assert self.events is not None
         return self.events.dtype_of(name)
 
     def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
@@ -225,7 +230,7 @@ class HistoryWorkload(Workload):
         own_targets = read if self._of_tokens else targets
         of_targets = 4 * _OF_TARGETS * own_targets * width
         gradients = 4 * _GRADIENTS * read * width
-        # Vectors of the items and their gradient, of the whole batch.
+        # Item vectors and their gradient, gathered for the whole batch.
         if data > 1 and not self._of_tokens:
             gradients += 2 * 4 * data * read * width
         items, dtype = (
@@ -263,11 +268,11 @@ class HistoryWorkload(Workload):
         )
 
     def _output(self, targets: int, items: int, data: int, model: int) -> Output:
-        """Memory of the softmax over all items, or over the items that are drawn."""
+        """Memory of the softmax over all items, or over sampled items."""
         dtype, width = jnp.dtype(jnp.float32), self.network.width
         temperature, drawn = self.network.temperature, self.network.negatives
         if drawn is not None:
-            # Scores in float32. Slopes in bfloat16, or on a mesh, do not take their place.
+            # Float32 scores. Gradients in bfloat16, or on a mesh, need a separate array.
             parts = self._parts(data, model)
             each = 4 if operand_dtype(self.network) == "float32" and parts == 1 else 6
             return Output(0, 0, each * -(-targets // parts) * drawn, True)
@@ -275,10 +280,11 @@ class HistoryWorkload(Workload):
         product = chunked_loss.operand_dtype(None, dtype, targets, items)
         if product == dtype:
             return output_bytes(self, scored)
-        wide = -(-width // STEP) * STEP  # with zeros, in a copy of the kernel
+        wide = -(-width // STEP) * STEP  # padded with zeros in a copy of the kernel
         copied = 4 * items * wide if wide > width else 0
         if temperature is None and wide <= slopes_product.MAX_HIDDEN:
-            # No scores are written. Rounded rows of a chunk, their gradient, and its sum.
+            # Scores are not stored. Memory holds a chunk's rounded rows, their gradient and its
+            # sum.
             rows = min(items, two_passes.CHUNK_ITEMS)
             chunk = (product.itemsize + 2 * 4) * rows * wide
             return Output(copied, 4 * items * wide, chunk, False)
@@ -286,7 +292,7 @@ class HistoryWorkload(Workload):
         return made._replace(operand=made.operand + copied)
 
     def _by_parts(self, scored: Scored) -> Output:
-        """Memory of the softmax where vectors with content are used as they are made."""
+        """Memory of the softmax if item vectors with content are computed chunk by chunk."""
         part = scored._replace(items=min(scored.items, CHUNK_ITEMS))
         made = with_content(
             self, output_bytes(self, part), part, CHUNK_ITEMS, SORTED_TAGS
@@ -295,29 +301,31 @@ class HistoryWorkload(Workload):
         return Output(0, gradient, made.at_once(False), False)
 
     def _input_gradient(self, read: int, targets: int, data: int, model: int) -> int:
-        """Bytes of the gradient of the items' vectors; `read` of them are in histories."""
+        """Bytes of the gradient of the item vectors, `read` of which are in histories."""
         width, drawn = self.network.width, self.network.negatives
         rows = padded_rows(self.inputs) // model
-        if self.by_parts:  # it is added to the output's, in place
+        if self.by_parts:  # this gradient is added in place to that of the output layer
             return 2 * 4 * read * width
-        if drawn is None or self.content is not None:  # which makes all vectors
+        # all vectors are computed from content
+        if drawn is None or self.content is not None:
             return input_gradient(self, read, rows // data, width, dense=True)
         if (asked := self._asked(data, model)) is not None:
-            # Rows that are asked for and come, and the gradients of those of all parts.
+            # Requested and received rows, and gradients received from all parts.
             owned = model * slots_for_each(*asked, model=model).count
             made = input_gradient(self, data * owned, rows, width, dense=False)
             return made + 4 * (2 + data) * owned * width
-        # Entries from all parts of "data" are gathered.
+        # Entries of all devices of the "data" axis are gathered.
         entries = data * read + targets + drawn
         made = input_gradient(self, entries, rows, width, dense=False)
         if data == 1:
             return made
         if self.rule.drifts and updates_whole(rows, entries):
-            return made + 2 * 4 * rows * width  # summed for each of two lookups
+            # a sum over the devices for each of two lookups
+            return made + 2 * 4 * rows * width
         return made + 4 * entries * width
 
     def _scores(self, tokens: int) -> int:
-        """Bytes of the attention's backward pass, of blocks that are worked on together."""
+        """Bytes of the attention's backward pass, for the blocks that are computed at once."""
         if not isinstance(config := self.network, AttentionConfig):
             return 0
         heads, dtype = config.heads, operand_dtype(config)
@@ -326,7 +334,7 @@ class HistoryWorkload(Workload):
 
     @functools.cached_property
     def _kept_of_token(self) -> int:
-        """Bytes that the blocks keep of a token, from the forward to the backward pass."""
+        """Bytes per token that the blocks store in the forward pass for the backward pass."""
         graphdef, parameters, others = nnx.split(self.modules()[0], nnx.Param, ...)
 
         def kept(rows: int) -> int:
@@ -355,18 +363,21 @@ class HistoryWorkload(Workload):
             found = jax.eval_shape(backward, parameters, others, ids, times, more)
             return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found))
 
-        # Parameters that the backward pass reads are in both.
+        # Parameters that the backward pass reads are in both numbers, so they cancel.
         return -(-(kept(3) - kept(2)) // self._places)
 
     def _sent(self, laid: Sequence[Laid], data: int, model: int, targets: int):
-        """The bytes that a device sends. What XLA's partitioner chooses is estimated."""
+        """Bytes that each device sends in a step.
+
+        Transfers that XLA's partitioner chooses are estimated.
+        """
         width, drawn = self.network.width, self.network.negatives
         read = 4 * self._parts(data, model) * self._read(data, model) * width
         hidden, whole = 4 * targets * width, data * model
         over_data: dict[str, int] = {}
         over_model: dict[str, int] = {}
         over = over_data if data > 1 else over_model  # a ring through all devices
-        alone = self._of_tokens and model == 1  # then each part reads its own
+        alone = self._of_tokens and model == 1  # then each part reads its own tokens
         if whole > 1 and drawn is None and not alone:
             over["vectors of the items"] = summed(read, whole)
         if whole > 1 and drawn is None:
@@ -433,7 +444,7 @@ class HistoryWorkload(Workload):
 
 
 def history_workload(asked: Plan, batch: int) -> HistoryWorkload:
-    """The arguments of `plan`, checked, for steps of `batch` rows."""
+    """Checks the arguments of `plan`, and makes a workload for steps of `batch` rows."""
     network = cast(SequenceConfig, asked.network)
     if asked.outputs is not None:
         raise ValueError(
@@ -460,7 +471,7 @@ def history_workload(asked: Plan, batch: int) -> HistoryWorkload:
 
 
 def suit_to_memory(model: Any, optimizer: Optimizer, data: Any, batch: int) -> None:
-    """Lets a model with content train by parts where the memory does not suffice otherwise.
+    """Trains a model with content by parts if there is not enough memory for all item vectors.
 
     Args:
       model: model of histories.
@@ -471,7 +482,8 @@ def suit_to_memory(model: Any, optimizer: Optimizer, data: Any, batch: int) -> N
     content, memory = content_of(model), device_memory()
     if content is None or memory is None:
         return
-    if type(model) is not model_of(model.config):  # it may read vectors from the kernel
+    # a subclass may read item vectors from the kernel
+    if type(model) is not model_of(model.config):
         return
     width = model.config.width
     divided, by = parts_of_axes()

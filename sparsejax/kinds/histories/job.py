@@ -1,4 +1,4 @@
-"""Models of histories in `fit`: what comes next, in memory or from disk."""
+"""Training job of history models in `fit`: next-item prediction, in memory or from disk."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ from sparsejax.sparse import CSR, host_rows
 class SequenceTask(TrainingTask):
     """The `TrainingTask` of models of histories.
 
-    Matrices are the last `max_length + 1` items of each row, `[n, max_length + 1]`, their
-    times if the model uses them, their columns of events, their weights as targets, and the
-    places that have a next item if the model packs them: their number in a batch has a bound,
-    which the matrix's capacity is.
+    The matrices are, in this order: the last `max_length + 1` items of each row, `[n, max_length +
+    1]`; their times, if the model uses them; their event columns; their weights as targets; and,
+    if the model packs targets, the positions that have a next item. The capacity of this matrix
+    bounds their number in a batch.
 
     Attributes:
-      packs: whether the loss of the model takes `max_targets`.
-      even: whether it deals rows to batches and to devices by their entries.
+      packs: whether the model's loss takes `max_targets`.
+      even: whether rows are assigned to batches and devices so that each has equally many entries.
       events: names of the columns of events that the model reads.
-      weighted: whether the data have weights.
-      wire_dtype: dtype in which vectors of items and their gradients cross between devices;
-        None is that of the vectors.
+      weighted: whether the data has weights.
+      wire_dtype: dtype in which item vectors and their gradients are sent between devices. None is
+          the dtype of the vectors.
     """
 
     packs: bool
-    # Checkpoints know data by what this is written as.
+    # Left out of `repr`, which checkpoints compare to recognize the data.
     even: bool = dataclasses.field(repr=False)  # pyrefly: ignore[bad-override]
     events: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     weighted: bool = dataclasses.field(default=False, repr=False)
@@ -69,7 +69,7 @@ class SequenceTask(TrainingTask):
     def of_model(
         cls, model: nnx.Module, data: Any = None, wire_dtype: str | None = None
     ) -> SequenceTask:
-        """The task of a model, and of data, which may have weights."""
+        """Makes the task for a model, and for data that may have weights."""
         return cls(
             isinstance(model, SequenceModel),
             isinstance(model, TokenModel),
@@ -89,9 +89,12 @@ class SequenceTask(TrainingTask):
         check_history_model(model)
 
     def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
-        """`model.loss`, the mean over the targets of the batch: no first item is one."""
+        """`model.loss`: the mean over the targets of the batch.
+
+        The first item of a row is no target.
+        """
         histories, *more = x
-        # A row that only fills up the batch has no items, so nothing to learn.
+        # Padding rows of a batch get empty histories, so that nothing is learned from them.
         histories = jnp.where(weights[:, None] > 0, histories, -1)
         named = {"max_targets": more.pop().nse} if self.packs else {}
         if self.weighted:
@@ -106,18 +109,21 @@ class SequenceTask(TrainingTask):
         return model.loss(histories, **named)
 
     def matrices(self, model: Any, data: Any) -> list[Matrix]:
-        """The matrices of `Histories` or a `SequenceDataset`."""
+        """The matrices of `Histories` or a `SequenceDataset`, in the order that the class
+        describes.
+        """
         length, times = model.config.max_length + 1, has_times(model, data)
         events = _shapes_in_training(model)
         found = arrays_of(data, length, times=times, events=events)
         arrays: list[Matrix] = [*found.values()]
         if self.weighted:
-            # A mean needs only their ratios, and the sum of large ones would be infinite.
+            # A weighted mean needs only ratios of weights. Unscaled, the sum of large weights
+            # overflows.
             weights = data.weights / np.float32(data.weights.max(initial=0) or 1)
             arrays.append(data.padded_column(weights, length))
         if not self.packs:
             return [*arrays]
-        # The first item is a target, if the place of users is before it.
+        # If there are user columns, the first item is a target: their position precedes it.
         first = int(getattr(model, "users", None) is None)
         targets = np.minimum(np.diff(data.indptr), length) - first
         has_next = np.arange(length - first) < targets[:, None]
@@ -127,7 +133,9 @@ class SequenceTask(TrainingTask):
 
 
 def _shapes_in_training(model: nnx.Module) -> EventShapes | None:
-    """`event_shapes` without the context of the event to come, which targets have."""
+    """`event_shapes` without the context of the next event: in training, targets have this
+    context.
+    """
     if (shapes := event_shapes(model)) is None:
         return None
     return {name: s for name, s in shapes.items() if not name.startswith(CONTEXT)}
@@ -142,15 +150,15 @@ def with_targets(
     """Adds to histories the targets and weights that `fit` was given.
 
     Args:
-      data: the histories.
-      targets: kinds of events, or None.
-      weights: weights of kinds, the name of a column, `[entries]` numbers, or None.
+      data: histories.
+      targets: kinds of events to predict, or None for all.
+      weights: weight of each kind of event, name of a column, `[entries]` numbers, or None.
       what: name of the data, for messages.
 
     Raises:
       NotImplementedError: the histories are scanned from disk.
-      ValueError: the events have no kinds, or not these; a weight is negative or not finite; or
-        no event is a target.
+      ValueError: the events have no kinds, or none of the given kinds; a weight is negative or not
+          finite; or no event is a target.
     """
     if targets is None and weights is None:
         return data
@@ -179,17 +187,17 @@ def with_targets(
 def sequence_examples(
     model: Any, sequences: SequenceDataset, wire_dtype: str | None = None
 ) -> Examples:
-    """The examples for a model: the rows with a target, see `SequenceDataset.are_examples`.
+    """Makes the examples of a model: rows that have a target, see `SequenceDataset.are_examples`.
 
     Raises:
-      TypeError: the model is no model of histories.
-      ValueError: the data have other items than the model, or other columns of events; or
-        no row has a target.
+      TypeError: the model is not a model of histories.
+      ValueError: the data differs from the model in its items or event columns, or no row has a
+          target.
     """
     _check(model, sequences)
     kept = sequences.are_examples
     if sequences.weights is not None and getattr(model, "next_event", None) is None:
-        # Only the last places of a long row are read.
+        # Only the last positions of a long row are read.
         last = sequences.padded_column(sequences.weights, model.config.max_length + 1)
         kept &= (last[:, int(sequences.users is None) :] > 0).any(axis=1)
     kept = np.flatnonzero(kept)
@@ -219,9 +227,9 @@ def _check(model: Any, data: Any) -> None:
 def scan_of_sequences(
     model: Any, sequences: ScannedSequences, wire_dtype: str | None = None
 ) -> Scanned:
-    """Histories on disk. Chunks end where a group of rows does."""
+    """Describes scanned histories for `fit`. Chunks end at boundaries of row groups."""
     roles = SequenceTask.of_model(model, wire_dtype=wire_dtype)
-    # Histories, times, places and columns of events.
+    # Items, times, positions and event columns.
     shapes = (_shapes_in_training(model) or {}).values()
     size = 12 + sum(4 * math.prod(shape) for shape in shapes)
     size *= sequences.num_rows * (model.config.max_length + 1)
@@ -231,16 +239,16 @@ def scan_of_sequences(
 
 
 def left_out_of_validation(sequences: SequenceDataset) -> Literal["inputs"] | None:
-    """`exclude` of `evaluate`: items that histories have, unless they have some twice.
+    """The `exclude` option of `evaluate`: "inputs" unless some history repeats an item, else None.
 
-    Items that come again are to be found, too.
+    Repeated items must be found, too, so they must not be excluded.
     """
     repeats = sequences.to_sparse().num_entries < sequences.num_entries
     return None if repeats else "inputs"
 
 
 def sequence_job(asked: Fit) -> Job:
-    """The arguments of `fit`, checked."""
+    """Checks the arguments of `fit`, and makes its `Job`."""
     model = asked.model
     validation, k = asked.validation, asked.cut_off
     narrow = None
@@ -251,7 +259,7 @@ def sequence_job(asked: Fit) -> Job:
                 "several devices; leave it out"
             )
         narrow = jnp.dtype(asked.wire_dtype).name
-    # Elsewhere it changes nothing.
+    # On a single device nothing is sent, so this setting has no effect.
     settings = {"wire_dtype": narrow} if num_devices() > 1 else {}
     if validation is not None and not isinstance(validation, SequenceDataset):
         raise TypeError(
@@ -274,7 +282,7 @@ def sequence_job(asked: Fit) -> Job:
     if validation is None:
         return Job(examples, None, None, settings=settings)
     if validation.weights is None:
-        # Weights of entries are those of the inputs; that they are 0 is what counts here.
+        # Weights of single entries belong to the inputs. For validation, only zero weights matter.
         by_kind = asked.weights if isinstance(asked.weights, str | Mapping) else None
         try:
             validation = with_targets(validation, asked.targets, by_kind, "validation")
@@ -292,7 +300,7 @@ def sequence_job(asked: Fit) -> Job:
             k=k,
             exclude=left_out_of_validation(sequences),
             popularity=None,
-            # Ranking needs less memory than a step, and large batches take less time.
+            # Ranking needs less memory than a training step, and large batches are faster.
             batch_size=max(batch_size, 1024),
         )
         ranker = lambda model: NextItems(finished(model), times=times)

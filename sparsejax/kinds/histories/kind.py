@@ -1,4 +1,4 @@
-"""Histories: what users did in its order, and models that say what comes next."""
+"""The kind of history models: events of users in order, and models that predict the next item."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ _WIDTHS = (32, 64, 128, 256, 512)
 
 
 class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
-    """The kind of a `SequenceConfig` and of a `SequenceDataset`."""
+    """The kind of a `SequenceConfig` and a `SequenceDataset`."""
 
     name = "histories"
     about = "The model reads what a user did, in its order, and says what comes next."
-    # On the validation of Amazon Beauty, steps also on that of MovieLens.
+    # Chosen on the validation set of Amazon Beauty; the number of steps also on that of MovieLens.
     defaults = Defaults(
         batch_size=256,
         least_epochs=40,
@@ -266,7 +266,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
     def with_negatives(
         self, config: SequenceConfig, negatives: int | None, origin: bool
     ) -> SequenceConfig:
-        # If a run is continued, the loss is what is asked for now.
+        # A continued run uses the loss that is requested now.
         if negatives is None and not origin:
             return config
         sampler = "uniform" if negatives is None else config.sampler
@@ -461,7 +461,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
 
 
 def _ranker(model: Any, inputs: Any) -> NextItems:
-    """The model as one that ranks items."""
+    """Wraps a model of histories as a ranker of items."""
     return NextItems(finished(model), times=has_times(model, inputs))
 
 

@@ -1,4 +1,4 @@
-"""Models of histories in the form in which other models recommend: rows in, items out."""
+"""Adapts models of histories to the interface `Recommender`: rows in, ranked items out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.item_content import with_vectors
 from sparsejax.sequence.events import EventSizes, RankBy
 
-# Items of the highest scores, of which those of the best expected value are recommended.
+# Number of items with the highest scores that are ranked again by their expected value.
 CANDIDATES = 1000
 
 
@@ -35,38 +35,41 @@ CANDIDATES = 1000
 class HistoryModel(Protocol):
     """A model of histories that `fit`, `recommend` and `evaluate` can use.
 
-    It is an `nnx.Module`, such as `SASRec`, a `SequenceModel`. Histories are
-    `[batch, length]` int32, the oldest item first, then -1. If the model has an attribute
-    `uses_times` that is true and the data have times, both methods are also given `times=`,
-    `[batch, length]` float32, see `Histories.padded_times`. If data have weights, `loss` is also
-    given `weights=`, `[batch, length]` float32: the weight of each place as a target.
+    It is an `nnx.Module`, such as `SASRec`, a `SequenceModel`. Histories are `[batch, length]`
+    int32, padded at the end with -1, the oldest item first. If the model has a true attribute
+    `uses_times` and the data has times, both methods also get `times=`, `[batch, length]` float32,
+    see `Histories.padded_times`. If the data has weights, `loss` also gets `weights=`, `[batch,
+    length]` float32: the weight of each position as a target.
     """
 
     @property
     def config(self) -> Any:
-        """Has an attribute `max_length`, the most items that the model can read."""
+        """Configuration with an attribute `max_length`: the largest number of items that the
+        model reads.
+        """
         ...
 
     @property
     def num_items(self) -> int:
-        """Number of items that are read and scored."""
+        """Number of items that the model reads and scores."""
         ...
 
     def loss(self, *histories: Any, **times: Any) -> jax.Array:
-        """`loss(histories)`: the mean of a loss of the next item, over all places that have
-        one. Histories have up to `max_length + 1` places.
+        """`loss(histories)`: the mean loss of the next item over all positions that have one.
+
+        Histories have up to `max_length + 1` positions.
         """
         ...
 
     def top_k(self, *histories: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
-        """`top_k(histories, k, exclude=None)`: ids and scores of the items that are most
-        likely next, `[batch, k]`. Histories have up to `max_length` places.
+        """`top_k(histories, k, exclude=None)`: ids and scores `[batch, k]` of the items with the
+        highest scores. Histories have up to `max_length` positions.
         """
         ...
 
 
 def check_history_model(model: Any) -> None:
-    """Raises TypeError if a model cannot learn from histories."""
+    """Raises TypeError if a model is not a model of histories."""
     lacks = [
         name
         for name in ("loss", "top_k", "num_items", "config")
@@ -83,15 +86,15 @@ def check_history_model(model: Any) -> None:
 
 
 def has_times(model: Any, data: Any) -> bool:
-    """Whether a model is given the times of the data."""
+    """Whether the data's times are passed to the model."""
     return data.times is not None and bool(getattr(model, "uses_times", False))
 
 
 def event_shapes(model: Any) -> EventShapes | None:
-    """The columns of events that a model reads, and the shapes of an event's part of each.
+    """The event columns that a model reads, with the shape of a single event's value in each.
 
-    Among them are those that are known of the event to come, see `CONTEXT`, and columns of users,
-    see `USERS`. None if it reads none.
+    They include columns known for the next event, see `CONTEXT`, and user columns, see `USERS`.
+    The result is None if the model reads no columns.
     """
     if (events := getattr(model, "events", None)) is None:
         return None
@@ -100,7 +103,7 @@ def event_shapes(model: Any) -> EventShapes | None:
 
 
 def check_events(model: Any, data: Any, what: str = "inputs") -> None:
-    """Raises ValueError unless a model reads the columns of events that data have.
+    """Raises ValueError if the event columns of the data differ from those that the model reads.
 
     Args:
       model: a model of histories.
@@ -130,7 +133,7 @@ def check_events(model: Any, data: Any, what: str = "inputs") -> None:
             f"{what} has the columns of users {has}, but the model reads {reads}; {remedy} "
             "user_features=..., in Python see data.with_users"
         )
-    # Lists may have other lengths.
+    # The lengths of lists may differ.
     if given.without_lists != wanted.without_lists:
         raise ValueError(
             f"{what} has the columns of events {given}, but the model reads {wanted}, or their "
@@ -140,14 +143,15 @@ def check_events(model: Any, data: Any, what: str = "inputs") -> None:
 
 
 class NextItems(nnx.Module):
-    """A model of histories as a `Recommender`, whose inputs are arrays by name.
+    """A model of histories as a `Recommender`. Its inputs are a dict of arrays.
 
-    It is made for compiled programs, in which it switches noise off.
+    It is used in compiled programs, in which it disables dropout.
 
     Args:
-      model: the model.
-      times: whether it is given times.
-      rank_by: the label of the next event by which it ranks; None ranks by scores.
+      model: model of histories.
+      times: whether times are passed to the model.
+      rank_by: label of the next event by which items are ranked. With None they are ranked by
+          scores.
     """
 
     def __init__(self, model: Any, *, times: bool, rank_by: RankBy | None = None):
@@ -155,7 +159,7 @@ class NextItems(nnx.Module):
 
     @property
     def trained(self) -> Any:
-        """The module whose state an optimizer has."""
+        """The module that the optimizer trains."""
         return self.model
 
     @property
@@ -177,22 +181,24 @@ class NextItems(nnx.Module):
 
     @property
     def output(self) -> Any:
-        """The output layer of a `SequenceModel`."""
+        """The output layer of the wrapped `SequenceModel`."""
         return self.model.output
 
     def encode(self, x: Any, *, deterministic: bool | None = None) -> jax.Array:
-        """The vector of each history that items are multiplied with, of a `SequenceModel`."""
+        """Vector of each history, before the product with item vectors, from the
+        `SequenceModel`.
+        """
         self.model.eval()
         return with_vectors(self.model).last(x[HISTORIES], **self._beside(x))
 
     def queries(self, x: Any) -> jax.Array:
-        """The vectors that `top_k` multiplies with those of items, of a `SequenceModel`."""
+        """Vectors whose products with item vectors `top_k` ranks, from the `SequenceModel`."""
         self.model.eval()
         return self.model.queries(x[HISTORIES], **self._beside(x))
 
     @property
     def denies(self) -> bool:
-        """Whether the model's `top_k` takes items that are left out of all rows."""
+        """Whether the model's `top_k` accepts a mask of items that are excluded in all rows."""
         return can_deny(self.model)
 
     def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None, **options):
@@ -203,7 +209,9 @@ class NextItems(nnx.Module):
         return self.model.top_k(x[HISTORIES], k, exclude=exclude, **options)
 
     def _top_k_by(self, by: RankBy, x: Any, k: int, **options: Any):
-        """Ids, scores and values of the best of `CANDIDATES` items of the highest scores."""
+        """Ids, scores and label values of the `k` best of the `CANDIDATES` items with highest
+        scores.
+        """
         model = with_vectors(self.model)
         h = model.last(x[HISTORIES], **self._beside(x))
         count = min(model.num_items, max(k, CANDIDATES))
@@ -211,7 +219,7 @@ class NextItems(nnx.Module):
         of_label = _scores_by(model, by, h, ids)
         values = jnp.where(ids < 0, 0, by.values(of_label))
         order = by.order(scores, of_label)
-        # A NaN is found first, as that of `top_k` is.
+        # NaN ranks first, so that callers find it, as in `top_k`.
         _, at = jax.lax.top_k(order, min(k, count))
         found = [jnp.take_along_axis(a, at, axis=1) for a in (ids, scores, values)]
         room = ((0, 0), (0, k - min(k, count)))
@@ -228,14 +236,14 @@ class NextItems(nnx.Module):
         return self.rank_by.order(scores, _scores_by(model, self.rank_by, h, ids))
 
     def label_scores(self, x: Any, ids: jax.Array) -> jax.Array:
-        """`[batch, scores]` the scores of all labels of events with these items, `[batch]`."""
+        """`[batch, scores]` scores of all labels, if the next events have the items `[batch]`."""
         self.model.eval()
         model = with_vectors(self.model)
         h = model.last(x[HISTORIES], **self._beside(x))
         return model.next_event(h, model.output.rows(ids))
 
     def _beside(self, x: Any) -> dict[str, Any]:
-        """The arguments of the model beside histories."""
+        """Keyword arguments for the model: everything but histories."""
         given = {"times": x[TIMES]} if self.times else {}
         if (shapes := event_shapes(self.model)) is not None:
             given["events"] = {name: x[input_name(name)] for name in shapes}
@@ -243,7 +251,7 @@ class NextItems(nnx.Module):
 
 
 def _scores_by(model: Any, by: RankBy, h: jax.Array, ids: jax.Array) -> jax.Array:
-    """`[batch, count]` scores of a label, of events with these items; an id may be -1."""
+    """`[batch, count]` scores of a label for events with these items; an id may be -1."""
     vector, number = model.next_event.query(h, by.place)
     rows = model.output.rows(ids.reshape(-1)).reshape(*ids.shape, -1)
     product = jnp.einsum("bw,bcw->bc", vector, rows, precision="highest")
@@ -251,10 +259,10 @@ def _scores_by(model: Any, by: RankBy, h: jax.Array, ids: jax.Array) -> jax.Arra
 
 
 def rank_by_of(model: Any, events: Events | None, name: str) -> RankBy:
-    """The label of a name: of a column of numbers, a category, or `COLUMN=CATEGORY`.
+    """Finds a label by name: a numeric column, a category, or `COLUMN=CATEGORY`.
 
     Raises:
-      ValueError: there is no such label, or there are several.
+      ValueError: there is no label with this name, or there are several.
     """
     head = getattr(model, "next_event", None)
     if head is None or events is None:
@@ -291,12 +299,12 @@ def rank_by_of(model: Any, events: Events | None, name: str) -> RankBy:
 
 
 def shown_of(model: Any, sequences: SequenceDataset) -> Inputs:
-    """The last entries of each row, as many as a model reads.
+    """The last entries of each row, as many as the model reads.
 
     Raises:
-      TypeError: the model is no model of histories.
-      ValueError: it has another number of items than the data, or reads other columns of
-        events; or the context of the event to come is not given.
+      TypeError: the model is not a model of histories.
+      ValueError: the data differs from the model in its number of items or event columns, or lacks
+          the context of the next event.
     """
     check_history_model(model)
     check_columns("inputs", sequences.num_features, model.num_items, "items")

@@ -1,1 +1,1 @@
-"""Items: rows of what was bought or seen, and networks that say what else would be."""
+"""The kind of item models: rows of bought or seen items, and networks that predict more items."""

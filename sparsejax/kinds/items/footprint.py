@@ -1,4 +1,4 @@
-"""The formula for the memory of a network; see docs/large_models.md."""
+"""Estimates the memory of training a network on items; see docs/large_models.md."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.planning import Plan
 from sparsejax.sparse import CSR
 
-# Bytes per entry of a dispatch. The transpose has its column, row and place; the starts of
-# the columns are counted separately. During the sort, an entry has its column, keys, values
-# and what the sort needs, as measured on an H200 with 39 million entries.
+# Bytes per entry of a dispatch. The transpose stores a column, a row and a position; the starts of
+# the columns are counted separately. The sort stores a column, keys, values and work space. The
+# figures were measured on an H200 with 39 million entries.
 _TRANSPOSED, _SORTED = 12, 37
 # Bytes per entry of a step: about ten arrays of 4 bytes.
 _STEP_ENTRY = 40
 # Arrays of [batch, hidden] for each hidden layer, forward and backward.
 _ACTIVATIONS = 5
-# The entries of the fullest device of a mesh divided by the mean, in the readers' order.
+# Number of entries on the fullest device of a mesh divided by the mean, in the readers' order.
 _IMBALANCE = 1.05
 # The entries of the fullest batch are 3 standard deviations above the mean. A standard
 # deviation is 1.3 times the mean of a row times the root of the number of rows.
@@ -57,10 +57,10 @@ _FULLEST = 3 * 1.3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkWorkload(Workload):
-    """A network that is to be trained.
+    """Sizes of a training of a network on items.
 
     Attributes:
-      target_entries: None if the inputs are the targets.
+      target_entries: number of entries of the targets; None if the inputs are the targets.
     """
 
     network: NetworkConfig
@@ -86,7 +86,7 @@ class NetworkWorkload(Workload):
         return Maker(build)(rule=self.rule, seed=0)
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Entries and columns of the inputs, and of the targets if they are separate."""
+        """Pairs (entries, columns) for the inputs, and for the targets if they are separate."""
         found = [(self.entries, self.inputs)]
         if self.target_entries is not None:
             found.append((self.target_entries, self.outputs))
@@ -127,7 +127,7 @@ class NetworkWorkload(Workload):
         itemsize = 8 if self.values else 4
         own = self.capacities(data, model)
         steps = dispatch.steps_on_gpu(dispatch.entries_of_step(own, data))
-        # A device receives the entries of the whole batch that are in its columns.
+        # Each device receives those entries of the whole batch that belong to its columns.
         column = data * own[0]
         kernel_rows = padded_rows(self.inputs) // model
         starts = min(column, kernel_rows)
@@ -137,7 +137,7 @@ class NetworkWorkload(Workload):
         in_dispatch = taken + steps * (_SORTED - 4) * column
         sorting = max(in_dispatch, ORDER_SORTED * rows)
 
-        # Before training, without the data set and the order.
+        # Memory of the closed-form fit before training, without the data set and the order.
         network, linear = self.network, 0
         if network.linear is not None:
             sizes_of_data = self.rows, self.inputs, self.entries
@@ -162,7 +162,8 @@ class NetworkWorkload(Workload):
         tied = network.output.tied is not None
         first = sizes[0]
         touched = input_gradient(self, column, kernel_rows, first, dense=tied)
-        operand = output.operand if self.fused else 0  # exists during a dispatch
+        # allocated during a dispatch only
+        operand = output.operand if self.fused else 0
         stays = output.gradient + operand
         stages = output.at_once(self.fused), stays + touched
         over_data, over_model = _sent(self, laid, data, model, column, data * own[-1])
@@ -185,7 +186,7 @@ class NetworkWorkload(Workload):
 
 
 def network_workload(asked: Plan, batch: int) -> NetworkWorkload:
-    """The arguments of `plan`, checked, for steps of `batch` rows."""
+    """Checks the arguments of `plan`, and makes a workload for steps of `batch` rows."""
     network, outputs = cast(NetworkConfig, asked.network), asked.outputs
     if asked.times:
         raise ValueError("a network does not read times; leave out times")
@@ -212,7 +213,7 @@ def network_workload(asked: Plan, batch: int) -> NetworkWorkload:
 
 
 def _is_between(path: tuple[Any, ...]) -> bool:
-    """Whether all devices have a parameter: it is not a kernel of items or of features."""
+    """Whether a parameter is replicated: it belongs to no kernel of items or features."""
     if path[0] == 0 and path[1] == "output":
         return path[2:] in CONTENT_KERNELS
     return path[0] == 0 and path[1:] != ("first", "kernel")
@@ -226,9 +227,9 @@ def _sent(
     entries: int,
     labels: int,
 ):
-    """Bytes that a ring sends from each device in a step, over "data" and "model".
+    """Bytes that each device sends in a step by ring algorithms, over "data" and over "model".
 
-    `entries` and `labels` are those of the whole batch in a device's columns.
+    `entries` and `labels` count those of the whole batch that belong to a device's columns.
     """
     network, batch = job.network, job.batch // data
     sizes = [layer.size for layer in network.hidden]
@@ -247,11 +248,13 @@ def _sent(
         )
         between = 0
         for i, (before, size) in enumerate(itertools.pairwise(sizes)):
-            if i % 2 == 1 and before % model == 0:  # inputs in parts: sums
+            # inputs are divided, so outputs are summed
+            if i % 2 == 1 and before % model == 0:
                 between += summed(4 * batch * size, model)
             elif i % 2 == 0 and size % model == 0:
-                between += summed(4 * batch * before, model)  # outputs: backward
-                if i + 2 == len(sizes):  # no layer takes the parts
+                # outputs are divided, so gradients are summed
+                between += summed(4 * batch * before, model)
+                if i + 2 == len(sizes):  # no further layer takes divided inputs
                     between += gathered(4 * batch * size, model)
         if between:
             over_model["between hidden layers"] = between

@@ -1,4 +1,4 @@
-"""Held-out items of rows, made ready to measure models on."""
+"""Prepares held-out items of rows, to measure models on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsejax.options.measuring import Measure
 
 
 def prepared_for(asked: Measure) -> Evaluation:
-    """Prepares `evaluate` before it runs the model, so that several can be measured."""
+    """Prepares the data of `evaluate` once, so that several models can be measured on it."""
     inputs, heldout = cast(Sources, asked.inputs), cast(Source | None, asked.heldout)
     setup = asked.as_type(Setup, trained_on_inputs=asked.fold_in is None)
     if asked.fold_in is not None:

@@ -1,4 +1,4 @@
-"""Item models in `fit`: inputs and targets, held-out items as validation."""
+"""Training job of item models in `fit`: inputs and targets, with held-out items for validation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scanned_items(
     targets: ScannedDataset | None = None,
     check: Callable[[CSR], None] = lambda labels: None,
 ) -> Scanned:
-    """Inputs, and perhaps targets, on disk. Chunks end where a group of rows does."""
+    """Describes scanned inputs and targets for `fit`. Chunks end at boundaries of row groups."""
     if targets is not None and targets.num_rows != inputs.num_rows:
         raise ValueError(
             f"targets has {targets.num_rows:,} rows but inputs has "
@@ -53,7 +53,7 @@ def scanned_items(
 def item_examples(
     model: Any, inputs: Inputs, targets: Targets, weights: ArrayLike | None
 ) -> Examples:
-    """The examples for a model, which is told how many entries its items have."""
+    """Makes the examples of a model, and sets the entry counts of its items in its content."""
     examples = Examples.of(inputs, targets, weights)
     if content_of(model) is not None and not isinstance(targets, Mapping):
         roles = cast(Roles, examples.roles)
@@ -63,7 +63,7 @@ def item_examples(
 
 
 def item_job(asked: Fit) -> Job:
-    """The arguments of `fit`, checked."""
+    """Checks the arguments of `fit`, and makes its `Job`."""
     model = asked.model
     inputs, validation = asked.inputs, asked.validation
     targets = cast(Targets | ScannedDataset, asked.targets)
@@ -90,7 +90,8 @@ def item_job(asked: Fit) -> Job:
     shown = Inputs.of(cast(Sources, inputs))
     check_inputs(shown, features_of(model))
     examples = item_examples(model, shown, targets, asked.row_weights)
-    if not isinstance(targets, Mapping):  # else the model knows the loss of each
+    # with several targets, the model has a loss for each
+    if not isinstance(targets, Mapping):
         roles = cast(Roles, examples.roles)
         check(examples.matrices[roles.labels[0]], whole=True)
     elif validation is not None:

@@ -1,4 +1,4 @@
-"""Items: rows of what was bought or seen, and networks that say what else would be."""
+"""The kind of item models: rows of bought or seen items, and networks that predict more items."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from sparsejax.options.training import Fit, Training
 
 
 class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
-    """The kind of a `NetworkConfig`, of a `SparseDataset`, and of matrices."""
+    """The kind of a `NetworkConfig`, a `SparseDataset`, and matrices."""
 
     name = "items"
     about = (
@@ -225,7 +225,7 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
         def prepare(given: dict[str, Any]) -> Evaluation:
             features = None if asked.fold_in is None else run.known
             how = {"fold_in": asked.fold_in, "seed": asked.seed, "features": features}
-            model = cast(Any, None)  # which is not read yet
+            model = cast(Any, None)  # the model is loaded later
             return prepared_for(Measure(model, **given, **how, **asked.counted()))
 
         if kept_programs.may_compile_beside():
@@ -239,7 +239,8 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
 
             def ahead(shapes: Any) -> Callable[[], object]:
                 compiling = beside()[1].lower_ahead(shapes)
-                baseline()  # begins now, as its programs are small
+                # starts now in another thread, as its programs compile quickly
+                baseline()
                 return compiling
 
             model = run.model(ahead)
@@ -254,12 +255,12 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
 
 
 def _data_to_evaluate(asked: Evaluate, reading: Reading, run: Opened) -> dict[str, Any]:
-    """The data that is read from files, as arguments of `evaluate`."""
+    """Arguments of `evaluate`: the data that the command's files contain."""
     names = run.known
     valued = run.settings.indicator
     given = {}
     if asked.heldout is None:
-        # With its own features until it is split.
+        # It keeps its own features until it is split.
         given["inputs"] = read_file(asked.inputs, reading, indicator=valued)
     else:
 
