@@ -283,7 +283,8 @@ def test_sequences(trained, symbolic_sizes):
         lines += [f"u{u},i{(u + i) % 7},2024-05-{30 - i}" for i in range(u + 1)]
     pathlib.Path("purchases.csv").write_text("\n".join(lines))
     trained |= {"optax": optax, "nnx": nnx, "np": np, "jnp": jnp}
-    for page in ("sequence_events.md", "sequences.md", "sequence_models.md"):
+    pages = "sequence_events", "sequence_events_use", "sequences", "sequence_models"
+    for page in [f"{name}.md" for name in pages]:
         for code in quick(page):
             code = code.replace("width=64", "width=64, blocks=1")
             code = code.replace("recipe.rule)", "sj.optimizers.sgd(0.1))")
