@@ -1,6 +1,6 @@
-"""For users of Amazon's DSSTNE: its files, networks, rules and commands.
+"""Support for users of Amazon's DSSTNE: its files, networks, rules and commands.
 
-This wing stands above `training` and below `cli`; nothing below knows of it. The names
+This package imports `training`, and only `cli` imports this package. The names
 below are public. `cli` may also import `dsstne.cli`.
 `pip install 'sparsejax[dsstne]'` installs its requirements.
 """

@@ -1,4 +1,4 @@
-"""DSSTNE's brake of the steps of a training."""
+"""DSSTNE's brake, which shortens training steps when the error jumps."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ class Brake(nnx.Module):
     """DSSTNE's brake, which scales the gradients of steps with a large error.
 
     With E the sum of a batch's losses and m = 0.9 m + 0.1 E, from 0: from step 101 on, a
-    step with E > 2 m has no gradient, and the gradients of the 24 steps behind it are
+    step with E > 2 m has no gradient, and the gradients of the 24 steps after it are
     divided by 10.
 
-    DSSTNE leaves the first step out, and divides the learning rate of the others. With
-    SGD, Momentum and Nesterov this is the same, except that velocities and penalties of
-    weights are not braked here. AdaGrad, RMSProp, AdaDelta and Adam divide gradients by
-    their recent size, which sees the braked ones: their 24 steps are hardly shorter.
+    DSSTNE skips the first of these steps, and divides the learning rate in the others. With
+    SGD, Momentum and Nesterov this is equivalent, except that here velocities and weight
+    penalties are not scaled. AdaGrad, RMSProp, AdaDelta and Adam divide gradients by
+    their recent size, which includes the scaled gradients: their 24 steps are hardly shorter.
 
     Args:
-      steps: number of steps after which the brake starts anew.
+        steps: number of steps after which the brake is reset.
     """
 
     def __init__(self, steps: int):
@@ -30,7 +30,7 @@ class Brake(nnx.Module):
         self.left = BrakeState(jnp.zeros((), jnp.int32))
 
     def __call__(self, error: Float[Array, ""]) -> Float[Array, ""]:
-        """The share of the gradient that counts in this step."""
+        """The factor of the gradient in this step; `error` is the sum of the batch's losses."""
         step = self.count[...] % self.steps
         mean = 0.9 * jnp.where(step == 0, 0, self.mean[...]) + 0.1 * error
         left = jnp.where(step == 0, 0, self.left[...])
@@ -44,4 +44,4 @@ class Brake(nnx.Module):
 
 
 class BrakeState(nnx.Variable):
-    """Numbers that the brake remembers."""
+    """Numbers that the brake keeps from step to step."""

@@ -1,4 +1,4 @@
-"""DSSTNE's commands with its flags: `sparsejax dsstne train -c config.json ...`."""
+"""DSSTNE's commands, with DSSTNE's flags: `sparsejax dsstne train -c config.json ...`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LAUNCHED = ("generateNetCDF", "train", "predict", "encoder", "knn-search")
 
 
 def run(argv: Sequence[str]) -> None:
-    """Carries out one of DSSTNE's commands.
+    """Runs one of DSSTNE's commands.
 
-    If there are several processes, each calls this. `train`, `predict` and the Train of
-    `encoder` divide the work; the first process does everything else, and writes.
+    If there are several processes, each calls this function. `train`, `predict` and the Train
+    of `encoder` divide the work; the first process does everything else, and writes the files.
 
     Raises:
       SystemExit: after help, or for wrong usage.
@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """The arguments, with a format like `-8.3f` joined to its `-p`: else it seems a flag."""
+    """Joins a format such as `-8.3f` to its flag `-p`; otherwise argparse takes it for a flag."""
     found: list[str] = []
     for text in argv:
         if found and found[-1] == "-p" and _LEFT_FORMAT.fullmatch(text):
@@ -61,7 +61,7 @@ def _joined(argv: Sequence[str]) -> list[str]:
     return found
 
 
-# A function that carries out a command, given the values of its flags by name.
+# A function that runs a command, given the values of its flags by name.
 _CarryOut = Callable[[dict], None]
 
 
@@ -244,7 +244,7 @@ def _search(parser: argparse.ArgumentParser) -> _CarryOut:
 
 
 def _files(texts: Sequence[str]) -> tuple[str, ...]:
-    """Names of files; those in one text have commas between them."""
+    """File names from texts; the names in one text are separated by commas."""
     names = [[text] if os.path.exists(text) else text.split(",") for text in texts]
     return tuple(itertools.chain.from_iterable(names))
 
@@ -268,7 +268,7 @@ def _install(parser: argparse.ArgumentParser) -> _CarryOut:
 
 
 def _in_first(does: Callable[[], None]) -> None:
-    """Does it in one process, and without asking JAX for devices if there is only one."""
+    """Calls a function in the first process, without using JAX's devices if it is the only one."""
     if processes.is_joined():
         processes.in_first(does)
     else:
@@ -293,13 +293,13 @@ def _number(
     kind = type(default)
 
     def number(text: str) -> float:
-        # As in C, where 0.025f is a number.
+        # Accepts C's suffix, as in 0.025f.
         value = kind(text[:-1] if _OF_C.fullmatch(text) else text)
         if not least <= value < math.inf:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
         return value
 
-    number.__name__ = kind.__name__  # which argparse shows
+    number.__name__ = kind.__name__  # argparse shows it in errors
     parser.add_argument(
         flag,
         dest=name,

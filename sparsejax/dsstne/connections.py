@@ -1,4 +1,4 @@
-"""The weights between two layers: how they start, lie on a mesh and are shared."""
+"""The weights between two layers: initialization, sharding over a mesh, and sharing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sparsejax.nn.layers import SparseLinear, SparseOutput
 
 
 class Locked(nnx.Variable):
-    """Weights or a bias that training leaves as they are."""
+    """Weights or a bias that training does not change."""
 
 
 class Dense(nnx.Module):
@@ -62,7 +62,7 @@ class Dense(nnx.Module):
 
 
 class _Bias(nnx.Module):
-    """A bias beside the weights of another connection."""
+    """The bias of a connection that uses the weights of another connection."""
 
     def __init__(self, layer: LayerDefinition):
         self.bias = nnx.Param(_bias(layer))
@@ -73,10 +73,10 @@ class SharedWeights:
     """Weights that several connections share.
 
     Attributes:
-      counts: how many connections use the weights of a pair.
-      kernels: kernels whose rows belong to the features of sparse inputs and to the
-        items of outputs, by the pair of their owner. They are `[rows, hidden]`.
-      locked: kernels that training leaves as they are. They are here in place of
+      counts: for each pair of layers, number of connections that use its weights.
+      kernels: `[rows, hidden]` kernels, by the pair of layers that owns them. Rows are the
+        features of sparse inputs and the items of outputs.
+      locked: kernels that training does not change. They are here instead of in
         `kernels`.
     """
 
@@ -149,14 +149,14 @@ def connection(
 
 
 def owner_of(layer: LayerDefinition, source: Connection) -> Pair:
-    """The connection to which the weights between a layer and a source belong."""
+    """The pair of layers that owns the weights between a layer and a source."""
     if source.shared is None:
         return source.layer, layer.name
     return source.shared.source_input, source.shared.source_output
 
 
 def is_whole(definition: Definition, layer: LayerDefinition) -> bool:
-    """Whether an output is computed with the hidden layers, `[batch, units]`."""
+    """Whether an output is computed as an array `[batch, units]`, like hidden layers."""
     weighted = layer.has_weights and (layer.dropout > 0 or layer.batch_normalization)
     return weighted or layer.delta_norm > 0 or _is_read(definition, layer.name)
 
@@ -169,9 +169,9 @@ def _is_read(definition: Definition, name: str) -> bool:
 def _rows_are(
     definition: Definition, layer: LayerDefinition, source: Connection
 ) -> Literal["features", "items"] | None:
-    """The units that have a row each in a kernel of `SparseLinear` or `SparseOutput`.
+    """The kind of units that have a row each in the kernel of a `SparseLinear` or `SparseOutput`.
 
-    None if the layer is neither of them.
+    None if the connection is neither of these layers.
     """
     if layer.type != "FullyConnected":
         return None
@@ -189,7 +189,7 @@ def _shares_rows(
     pair: Pair,
     group: list[tuple[LayerDefinition, Connection]],
 ) -> bool:
-    """Whether all connections that share the weights of a pair can read one kernel by rows."""
+    """Whether all connections that share the weights of a pair can use one kernel by rows."""
     kinds = {
         (source.layer, layer.name): _rows_are(definition, layer, source)
         for layer, source in group
@@ -231,7 +231,7 @@ def _shared_kernel(
 
 
 def _whole(kernel: nnx.Param) -> nnx.Param:
-    """A kernel that each step writes as a whole."""
+    """Makes a kernel of which each step writes all rows."""
     return nnx.Param(kernel[...], **_placed(kernel))
 
 
@@ -245,12 +245,12 @@ def _placed(variable: nnx.Variable) -> dict[str, Any]:
 
 
 def _initializer(layer: LayerDefinition, inputs: int) -> Callable[..., jax.Array]:
-    """How weights start. `inputs` is the number of units of the layer that is read."""
+    """The initializer of the weights. `inputs` is the number of units of the source."""
     start = layer.weight_init
     return _drawing(start.scheme, start.scale, inputs, layer.units)
 
 
-# The same function for the same layer: its program is found again.
+# Cached: JAX reuses a compiled program only for the identical function.
 _constant = functools.lru_cache(maxsize=256)(nnx.initializers.constant)
 
 
@@ -259,7 +259,7 @@ def _drawing(
     scheme: str, scale: float, inputs: int, outputs: int
 ) -> Callable[..., jax.Array]:
     widths = {
-        # Half of the bound of Glorot and Bengio.
+        # Half of the bound that Glorot and Bengio use.
         "Xavier": scale / 2 * math.sqrt(6 / (inputs + outputs)),
         "CaffeXavier": scale * math.sqrt(3 / outputs),
         "Uniform": scale,
@@ -284,7 +284,7 @@ def _bias(layer: LayerDefinition) -> jax.Array:
 
 
 def shorten(module: Any, limit: float) -> None:
-    """Brings the weights of each unit of the layer to an L2 norm of at most `limit`."""
+    """Scales the weights of each unit of the layer to an L2 norm of at most `limit`."""
     kernel = module.kernel[...]
     rows = isinstance(module, SparseOutput) or kernel.ndim > 2  # a row for each unit
     axes = tuple(range(1, kernel.ndim)) if rows else 0
@@ -293,7 +293,7 @@ def shorten(module: Any, limit: float) -> None:
 
 
 def set_array(variable: nnx.Variable, array: np.ndarray) -> None:
-    """Sets the first rows of a variable; the others, which only pad, are 0."""
+    """Sets the first rows of a variable; the other rows, which are padding, become 0."""
     shape = variable[...].shape
     whole = np.zeros(shape, np.float32)
     whole[tuple(slice(size) for size in array.shape)] = array
@@ -301,7 +301,7 @@ def set_array(variable: nnx.Variable, array: np.ndarray) -> None:
 
 
 def stored(module: Any) -> np.ndarray:
-    """The weights of a connection as a network file has them, on the host."""
+    """The weights of a connection in the layout of a network file, on the host."""
     kernel = to_host(module.kernel[...])
     if isinstance(module, SparseLinear):
         return kernel[: module.in_features]

@@ -16,11 +16,11 @@ from sparsejax.mesh.layout import available_memory
 from sparsejax.sparse import CSR, MAX_ENTRIES
 
 # An array may be this many times larger than its bytes in the file. Deflate, which
-# NetCDF uses, reaches 1,032 only for equal bytes.
+# NetCDF uses, reaches a ratio of 1,032 only for equal bytes.
 _MAX_RATIO = 1000
-# Bytes for each name of a column, and for each entry that is sorted in its row.
+# Bytes of memory for each name of a column, and for each entry that is sorted in its row.
 _NAME, _SORTING = 128, 48
-# A data set may have as many columns without names as if it had so many bytes.
+# The limit for columns without names is computed as if the file had at least this many bytes.
 _FREE_STORED = 2**20
 
 
@@ -28,8 +28,8 @@ _FREE_STORED = 2**20
 class SparseRows:
     """Sparse rows: row `r` has the entries `starts[r] .. ends[r] - 1`.
 
-    Rows may lie anywhere, in any order, also over each other. In a row an index may occur
-    several times.
+    Rows may be anywhere in the arrays, in any order, and may overlap. An index may occur several
+    times in a row.
 
     Attributes:
       starts: `[rows]` integers.
@@ -57,12 +57,12 @@ class Classes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FileDataset:
-    """A data set as it lies in a DSSTNE file.
+    """A data set as it is stored in a DSSTNE file.
 
     Attributes:
-      size: width, or width and height, or width, height and length of an example. Its
-        number of columns is their product.
-      rows: the unique examples: sparse ones, classes, or a dense array
+      size: width, or width and height, or width, height and length of an example. Their
+        product is the number of columns.
+      rows: the distinct examples: sparse rows, classes, or a dense array
         `[rows, width]`, `[rows, height, width]` or `[rows, length, height, width]`.
       index: `[examples]` integers, the row of each example (Indexed); None if example `i`
         is row `i`.
@@ -89,7 +89,7 @@ class FileDataset:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether a row has entries, rather than a number for each column."""
+        """Whether rows are stored as entries, rather than as a number for each column."""
         return isinstance(self.rows, SparseRows | Classes)
 
     @property
@@ -124,14 +124,14 @@ class FileDataset:
         weights: np.ndarray | None = None,
         ignore_zeros: bool = False,
     ) -> FileDataset:
-        """Makes one from data in memory.
+        """Makes a data set of a file from data in memory.
 
-        Arrays of 64-bit integers become 32-bit ones, as DSSTNE reads no others, and
+        64-bit integers become 32-bit integers, since DSSTNE reads no others, and
         booleans become 0 and 1. A dense row has one to three axes.
 
         Raises:
           TypeError: `source` has another type.
-          ValueError: it cannot be written in this form.
+          ValueError: the data cannot be written in this form.
         """
         if isinstance(source, SparseDataset):
             matrix = source.matrix
@@ -174,23 +174,23 @@ class FileDataset:
         feature_names: Names | None = None,
         row_names: Names | None = None,
     ) -> SparseDataset | DenseDataset | np.ndarray:
-        """The examples, as `fit` and `recommend` take them.
+        """Converts the examples to data that `fit` and `recommend` accept.
 
-        Sparse rows and classes become a `SparseDataset`. In a row entries of the same
-        column become one: an indicator, or their sum. Dense rows become float32, with
-        names a `DenseDataset`. DSSTNE scales bytes: the type UChar gives `x / 256`, in
-        dense inputs `x / 256 - 0.5`, and the type Char `x / 128`.
+        Sparse rows and classes become a `SparseDataset`. Entries in one row and column are
+        merged to an indicator, or to their sum. Dense rows become float32, and with names a
+        `DenseDataset`. DSSTNE scales bytes: the type UChar to `x / 256`, in
+        dense inputs to `x / 256 - 0.5`, and the type Char to `x / 128`.
 
         Args:
-          target: whether a model should predict this data set, rather than read it.
+          target: whether a model should predict this data set; otherwise it is an input.
           feature_names: names of the first columns; by default the names in the file.
-            Other columns are padding. Without any names, columns have their numbers.
+            Other columns are padding. Without any names, columns are named by their numbers.
           row_names: names of the examples; by default the names in the file. Without
-            any names, sparse rows have their numbers.
+            any names, sparse rows are named by their numbers.
 
         Raises:
-          ValueError: there are more names than columns, or more or fewer than examples;
-            or the data would take too much memory.
+          ValueError: there are more names than columns, or another number of names than
+            examples; or the data would take too much memory.
         """
         features = self.feature_names if feature_names is None else feature_names
         names = self.row_names if row_names is None else row_names
@@ -211,7 +211,7 @@ class FileDataset:
         return SparseDataset(found, names, columns)
 
     def examples(self, *, target: bool = False) -> CSR | np.ndarray:
-        """The same without names, which take memory: a `CSR` or an array."""
+        """The examples of `source` without names, which take memory: a `CSR` or an array."""
         if isinstance(self.rows, np.ndarray):
             return self._dense(self.rows, target)
         return self._matrix()
@@ -242,7 +242,7 @@ class FileDataset:
         if self.index is not None:
             starts, lengths = starts[self.index], lengths[self.index]
             stored += self.index.nbytes
-        # In floating point: rows that lie over each other may have any sum.
+        # In floating point: the sum of overlapping rows may be arbitrarily large.
         total = lengths.sum(dtype=np.float64)
         if total > MAX_ENTRIES:
             raise ValueError(
@@ -273,12 +273,12 @@ class FileDataset:
 
 
 def _scale(dtype: np.dtype) -> np.float32:
-    """The number with which DSSTNE multiplies values of this type."""
+    """The factor by which DSSTNE multiplies values of this dtype."""
     return np.float32({"u1": 1 / 256, "i1": 1 / 128}.get(dtype.str[1:], 1))
 
 
 def check_memory(what: str, needed: int, stored: int) -> None:
-    """Raises ValueError if data of `stored` bytes would need too many bytes of memory."""
+    """Raises ValueError if data stored in `stored` bytes would need too much memory."""
     if needed > _MAX_RATIO * stored:
         raise ValueError(
             f"{what} would take {needed:,} bytes of memory, over {_MAX_RATIO:,} times "
@@ -288,7 +288,7 @@ def check_memory(what: str, needed: int, stored: int) -> None:
 
 
 def check_fits(what: str, needed: int) -> None:
-    """Raises ValueError if the machine has less memory free than so many bytes."""
+    """Raises ValueError if the machine has less than `needed` bytes of free memory."""
     available = available_memory()
     if needed > available:
         raise ValueError(
@@ -298,7 +298,7 @@ def check_fits(what: str, needed: int) -> None:
 
 
 def find_problem(dataset: FileDataset, n: int) -> str | None:
-    """The fault of a file's `n`-th data set, with its variable; None if there is none."""
+    """The fault of the `n`-th data set of a file, with the variable's name; None without fault."""
     sizes = [*zip(("width", "height", "length"), dataset.size, strict=False)]
     if not 1 <= len(dataset.size) <= 3:
         return f"dimensions{n} is {len(dataset.size)}; expected 1 to 3"

@@ -1,7 +1,7 @@
 """DSSTNE's network language: a network as frozen dataclasses, and its JSON.
 
 Defaults are the defaults of DSSTNE's parser. Sizes that DSSTNE takes from data or from
-other layers are worked out at once: a `Definition` has them all.
+other layers are computed when a `Definition` is made, so that it has all of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ERROR_FUNCTIONS = (
     "DataScaledMarginalCrossEntropy",
 )
 
-# The layers that weights lead from and to, by name.
+# The names of the layers before and after a matrix of weights.
 Pair = tuple[str, str]
 
 _NETWORK_KEYS = {
@@ -99,17 +99,17 @@ class Definition:
     Attributes:
       layers: layers in the order of the file; a layer may read a later one.
       name: name of the network.
-      kind: "FeedForward" or "AutoEncoder", which have one meaning.
-      error_function: one of `ERROR_FUNCTIONS`, of all outputs.
+      kind: "FeedForward" or "AutoEncoder", which are treated alike.
+      error_function: one of `ERROR_FUNCTIONS`, for all outputs.
       shuffle_indices: whether each epoch has another order of examples.
       denoising: probability of dropping an entry of an input in training.
       sparseness_penalty: penalty of hidden layers that are `sparse`, if beta > 0.
-      delta_boost: factors of gradients.
-      margins: margins of the scaled marginal cross-entropies.
+      delta_boost: factors of the gradients at outputs.
+      margins: thresholds and weights of the scaled marginal cross-entropies.
       lrn: settings of layers with the function LRN.
-      maxout_k: DSSTNE stores it; nothing reads it.
+      maxout_k: a setting that DSSTNE stores and never reads.
       decay: step t has the learning rate alpha / (1 + decay (t - 1)).
-      weights_data: a network file from which the weights start.
+      weights_data: network file with the initial weights.
 
     Raises:
       ValueError: layers do not fit each other; the message names the layer. See also
@@ -147,7 +147,7 @@ class Definition:
         """The layer of this name.
 
         Raises:
-          KeyError: there is none.
+          KeyError: no layer has this name.
         """
         if (layer := self._by_name.get(name)) is not None:
             return layer
@@ -166,19 +166,19 @@ class Definition:
 
     @property
     def in_order(self) -> tuple[LayerDefinition, ...]:
-        """The layers, each after those that it reads."""
+        """The layers, sorted so that each comes after the layers that it reads."""
         order = _order({layer.name: reads(layer) for layer in self.layers})
         return tuple(map(self.layer, order))
 
     @property
     def ranked(self) -> LayerDefinition | None:
-        """The output whose items are ranked: the one called "Output", else the first."""
+        """The output whose items are ranked: the one named "Output", otherwise the first."""
         outputs = self.of_kind("Output")
         named = [layer for layer in outputs if layer.name == "Output"]
         return next(iter([*named, *outputs]), None)
 
     def with_inputs(self, sparse: Mapping[str, bool]) -> Definition:
-        """This network, but with the given `sparse` for some inputs, by name."""
+        """This network with other values of `sparse` for some inputs, by the inputs' names."""
         layers = tuple(
             dataclasses.replace(layer, sparse=sparse.get(layer.name, layer.sparse))
             if layer.kind == "Input"
@@ -198,7 +198,7 @@ class Definition:
     def check_numbers(self) -> None:
         """Raises ValueError if a number that only training needs is out of its range.
 
-        A trained network may have such numbers: it still has its units.
+        A trained network with such numbers can still compute its units.
         """
         margins, boost = self.margins, self.delta_boost
         check_range("the network", "Denoising p", self.denoising, 0, 1, below=True)
@@ -216,7 +216,7 @@ class Definition:
         """Raises ValueError if a data set is wider than its layer.
 
         Args:
-          data: width, height, length of data sets, by their names.
+          data: `(width, height, length)` of each data set by name, or the first of these numbers.
         """
         for layer in self.layers:
             shape = tuple(data.get(layer.dataset, ()))
@@ -232,12 +232,12 @@ class Definition:
     def from_json(
         cls, document: object, data: Mapping[str, Sequence[int]] | None = None
     ) -> Definition:
-        """The network of a JSON object, which `to_json` or a person has made.
+        """Makes a network from a JSON object, written by `to_json` or by a person.
 
         Args:
           document: the object that `parse` returns.
-          data: width, height, length of data sets, by their names, as many as each has:
-            for layers with `"N": "auto"`, and to check the others.
+          data: `(width, height, length)` of each data set by name; length and height may be
+            missing. Needed for layers with `"N": "auto"`, and compared with the other layers.
 
         Raises:
           ValueError: a key is unknown, or DSSTNE does not accept a value; the message
@@ -296,10 +296,10 @@ class Definition:
             raise kind(f"{path}: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
-        """The network as a JSON object that DSSTNE reads too; defaults are left out.
+        """The network as a JSON object that DSSTNE can read; default values are omitted.
 
         Raises:
-          ValueError: JSON has no key for it: a locked connection, or connections of one
+          ValueError: JSON has no key for a setting: a locked connection, or connections of one
             layer with different norms.
         """
         document: dict[str, Any] = {"Version": VERSION, "Name": self.name}
@@ -333,9 +333,9 @@ class Definition:
 
 
 def weights_of(network: Definition) -> dict[Pair, tuple[int, ...]]:
-    """Shapes of all weights, by the names of the layers that they lead from and to.
+    """Shapes of all weights, by the names of the layers before and after them.
 
-    Shared ones are only with their owner. They are in the order of DSSTNE's files.
+    Shared weights are listed under their owner only. The order is that of DSSTNE's files.
     """
     return {
         (source.layer, layer.name): weight_shape(network.layer(source.layer), layer)
@@ -364,7 +364,7 @@ def _check_version(version: float) -> None:
 
 
 def _order(reads: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The names of layers, each after those that it reads."""
+    """The names of layers, sorted so that each comes after the layers that it reads."""
     for name, others in reads.items():
         for other in others:
             if other not in reads:

@@ -1,4 +1,4 @@
-"""Devices on which a command of DSSTNE runs."""
+"""The devices on which DSSTNE's commands run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparsejax.mesh import processes
 
 
 def setting_mesh(text: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Sets the mesh of `-mesh`. By default several processes divide weights, as DSSTNE's do."""
+    """Sets the mesh of the flag `-mesh`. By default several processes divide the weights."""
     if text is None and not processes.is_joined():
         return contextlib.nullcontext()
     text = text or f"model={jax.device_count()}"

@@ -1,4 +1,4 @@
-"""DSSTNE's `encoder`: a CDL file describes a training, a measurement or a check."""
+"""DSSTNE's `encoder`: trains, measures or checks a network as a CDL file says."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from sparsejax.verbs.evaluate import evaluate
 
 _BATCH_SIZE = 1024
 _MOST_RANKED = 10
-_STEP = 1e-3  # of finite differences, and how far a slope may be from them
+_STEP = 1e-3  # step of finite differences
 _TOLERANCE = 20 * _STEP
-_CHECKED = 200  # weights of an array
+_CHECKED = 200  # number of weights of each array that are checked
 
 _KEYS = (
     *("Version", "Network", "Data", "RandomSeed", "Command"),
@@ -53,7 +53,7 @@ class Encode:
 
     Attributes:
       command: "Train", "Predict" or "Validate".
-      network: a network's JSON; of Predict a network file.
+      network: JSON file of a network; for Predict a network file.
       data: a NetCDF file of data sets.
       training: settings of `train`, for Train and Validate.
     """
@@ -68,7 +68,7 @@ def load_cdl(path: str) -> Encode:
     """Reads a CDL file. Keys are case-insensitive, comments are allowed.
 
     Raises:
-      OSError: there is no such file.
+      OSError: the file does not exist.
       ValueError: a key is unknown or missing, or a value is wrong.
     """
     try:
@@ -88,10 +88,10 @@ def _encode(keys: Keys) -> Encode:
     if command == "Train" and "Epochs" not in inner.values:
         raise ValueError('"Epochs" of "TrainingParameters" is missing')
     optimizer = inner.choice("Optimizer", ("sgd", "nesterov"), "sgd")
-    # DSSTNE has it as a signed and as an unsigned number of 32 bits.
+    # DSSTNE reads the seed as a signed and as an unsigned 32-bit number.
     limits = {"least": -(2**31), "most": 2**32 - 1}
     seed = keys.whole("RandomSeed", time.time_ns(), **limits) % 2**32
-    # 0, the default: the rate does not change.
+    # With 0, the default, the learning rate does not change.
     interval = inner.whole("AlphaInterval", 0, least=0)
     training = train.Train(
         config=network,
@@ -107,7 +107,7 @@ def _encode(keys: Keys) -> Encode:
         mu=inner.number("mu", 0.9),
         optimizer=optimizer,
         seed=seed,
-        # All epochs are one interval, through which the brake lasts.
+        # With 0, all epochs are one interval, in which the brake is never reset.
         interval=interval or inner.whole("Epochs", 1),
         multiplier=inner.number("AlphaMultiplier", 0.5),
         kept=inner.text("CheckpointName", "check"),
@@ -117,14 +117,14 @@ def _encode(keys: Keys) -> Encode:
 
 
 def encode(cdl: Encode) -> None:
-    """Carries out the command of a CDL file.
+    """Runs the command of a CDL file.
 
     Raises:
-      ArithmeticError: Validate has found a gradient that is wrong.
-      ValueError: files do not fit each other, or `train` refuses the settings.
+      ArithmeticError: Validate found a wrong gradient.
+      ValueError: files do not match each other, or `train` rejects the settings.
     """
     if cdl.command == "Train":
-        # The seed may be the time.
+        # The default seed is the time, which differs between processes.
         seed = processes.number_of_first(cdl.training.seed)
         train.train(dataclasses.replace(cdl.training, seed=seed))
     elif cdl.command == "Validate":
@@ -167,14 +167,14 @@ def _measure(cdl: Encode) -> None:
 
 
 def slope_errors(training: train.Training) -> dict[str, float]:
-    """For each array of weights, how far its gradient is from finite differences.
+    """For each array of weights, the largest error of its gradient by finite differences.
 
-    That is the largest of `|difference - slope| / max(1, |slope|)`, in float64:
+    An error is `|difference - slope| / max(1, |slope|)`, computed in float64:
     rounding a large loss to float32 changes it more than a step does.
 
-    The loss is the loss of the first examples, without noise. Some rules change
-    gradients but not the value, and are left out: the sparseness penalty, DeltaBoost,
-    DeltaNorm, and the mean over connections that share weights, which is a sum here.
+    The loss is that of the first examples, without noise. Some rules change
+    gradients but not the loss, and are turned off: the sparseness penalty, DeltaBoost,
+    DeltaNorm, and the mean over connections that share weights, which becomes a sum.
     """
     model, rows = training.model, np.arange(_BATCH_SIZE)
     model.definition = dataclasses.replace(
@@ -210,7 +210,7 @@ def slope_errors(training: train.Training) -> dict[str, float]:
     with jax.enable_x64(True):
         x, labels, share, others = jax.tree.map(_double, (x, labels, share, others))
         arrays = [np.asarray(array, np.float64) for array in arrays]
-        # By arrays, for `nnx.jit` takes longer to call than the loss of a small network.
+        # A function of arrays: calling `nnx.jit` takes longer than the loss of a small network.
         loss = jax.jit(loss_of)
         grads = jax.jit(jax.grad(loss_of))(arrays)
         for i, path in enumerate(paths):
@@ -235,7 +235,7 @@ def _double(array: Any) -> Any:
 
 
 def _names_of(model: Network) -> dict[tuple, str]:
-    """Names of the arrays that are trained, by their paths; they hold the layers' names."""
+    """Names of the trained arrays, by their paths; a name contains its layers' names."""
     found: dict[tuple, str] = {}
     for i, module in enumerate(model.layers):
         for j, (pair, _, _) in enumerate(module.connected()):

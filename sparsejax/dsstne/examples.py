@@ -1,4 +1,4 @@
-"""The data sets of DSSTNE files as a network's examples."""
+"""Converts the data sets of DSSTNE files to a network's examples."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sparsejax.dsstne.network import name_of
 from sparsejax.dsstne.order import Orders, in_order
 from sparsejax.sparse import CSR
 
-# The labels of dense targets that an error function knows.
+# The values that are labels for an error function, in dense targets.
 _LABELS = {"Hinge": (-1, 1), "ScaledMarginalCrossEntropy": (0, 1)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """Examples on which a network is trained or measured.
+    """Examples for training or measuring a network.
 
     Attributes:
       inputs: data that the network reads, in the forms that `fit` takes.
@@ -42,7 +42,7 @@ class Examples:
     def of(
         cls, network: Definition, data: Mapping[str, FileDataset], orders: Orders
     ) -> Examples:
-        """The examples of a network.
+        """Converts data sets to a network's examples.
 
         Args:
           network: the layers.
@@ -63,10 +63,10 @@ class Examples:
 
 
 def data_of(inputs: str, outputs: str) -> dict[str, FileDataset]:
-    """The data sets of both files, by name.
+    """Reads the data sets of two files, by name.
 
     Raises:
-      DataError: both have a data set of the same name, or another number of examples.
+      DataError: both have a data set of one name, or their numbers of examples differ.
     """
     data = load(inputs)
     if pathlib.Path(outputs).resolve() == pathlib.Path(inputs).resolve():
@@ -94,10 +94,10 @@ def data_of(inputs: str, outputs: str) -> dict[str, FileDataset]:
 def by_layer(
     network: Definition, data: Mapping[str, FileDataset]
 ) -> dict[str, FileDataset]:
-    """The data set of each input and output, by the name of the layer, and as wide as it.
+    """The data set of each input and output, by the name of the layer, and as wide as the layer.
 
     Raises:
-      ValueError: there is none, or its size does not fit.
+      ValueError: a layer has no data set, or its size does not match.
     """
     outer = (*network.of_kind("Input"), *network.of_kind("Output"))
     return {layer.name: _of_layer(layer, data) for layer in outer}
@@ -107,7 +107,7 @@ def _of_layer(layer: LayerDefinition, data: Mapping[str, FileDataset]) -> FileDa
     """The data set of a layer, as wide as the layer.
 
     Raises:
-      ValueError: there is none, or its size does not fit.
+      ValueError: the layer has no data set, or its size does not match.
     """
     if layer.dataset not in data:
         raise ValueError(
@@ -118,10 +118,10 @@ def _of_layer(layer: LayerDefinition, data: Mapping[str, FileDataset]) -> FileDa
 
 
 def as_wide(layer: LayerDefinition, dataset: FileDataset) -> FileDataset:
-    """A data set as wide as its layer; the columns behind its own are empty.
+    """Widens a data set to its layer by empty columns at the end.
 
     Raises:
-      ValueError: its size does not fit.
+      ValueError: the size of the data set does not match.
     """
     if dataset.columns == layer.units:
         return dataset
@@ -134,11 +134,11 @@ def as_wide(layer: LayerDefinition, dataset: FileDataset) -> FileDataset:
 
 
 def first_of_like(targets: Mapping[str, FileDataset]) -> FileDataset:
-    """The first of the outputs' data sets, by their names. They have the same kind.
+    """The first of the outputs' data sets by name. All of them must have one kind.
 
     Raises:
-      ValueError: there is none: the network has no output.
-      NotImplementedError: they are of different kinds.
+      ValueError: the network has no output.
+      NotImplementedError: the data sets are of different kinds.
     """
     if not targets:
         raise ValueError("the network has no layer of kind Output, so nothing to learn")
@@ -161,10 +161,10 @@ def first_of_like(targets: Mapping[str, FileDataset]) -> FileDataset:
 
 
 def inputs_of(network: Definition, data: Mapping[str, FileDataset]) -> Any:
-    """The inputs, as `fit` takes them; a single sparse one has no name.
+    """The inputs in a form that `fit` takes; a single sparse input is not in a dict.
 
     Args:
-      network: the layers; `sparse` of the inputs is as in `data`.
+      network: the layers; `sparse` of the inputs agrees with `data`.
       data: the data set of each input, by the name of the layer.
     """
     inputs = network.of_kind("Input")
@@ -176,7 +176,7 @@ def inputs_of(network: Definition, data: Mapping[str, FileDataset]) -> Any:
 
 
 def _shown(dataset: FileDataset) -> CSR | np.ndarray:
-    """The examples of an input. Sparse ones are multiplied by their weights."""
+    """The examples of an input. Sparse rows are multiplied by the examples' weights."""
     found, weights = dataset.examples(), dataset.example_weights()
     if weights is None or isinstance(found, np.ndarray):
         return found
@@ -187,7 +187,7 @@ def _shown(dataset: FileDataset) -> CSR | np.ndarray:
 def _targets(
     error: str, name: str, dataset: FileDataset
 ) -> CSR | scipy.sparse.csr_array:
-    """The targets in a form that `fit` takes. A dense data set has a label wherever it is not 0.
+    """The targets in a form that `fit` takes. In dense data each number except 0 is a label.
 
     Args:
       error: the error function.

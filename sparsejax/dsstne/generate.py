@@ -1,4 +1,4 @@
-"""DSSTNE's `generateNetCDF`: a text of samples becomes a NetCDF file."""
+"""DSSTNE's `generateNetCDF`: converts a text of samples to a NetCDF file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsejax.whole_files import check_writable, write_together
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generate:
-    """The command `generateNetCDF`. Attributes have the names of its flags in `cli`.
+    """The command `generateNetCDF`. The attributes are named like its flags in `cli`.
 
     Attributes:
       dataset: name of the data set.
@@ -23,7 +23,7 @@ class Generate:
       features: the index file of features.
       samples: the index file of samples. New samples are added to it.
       create: whether to make a new index of features.
-      merge: whether to add new features to the index. Without both, they are left out.
+      merge: whether to add new features to the index. With neither flag, they are skipped.
       analog: whether entries have values.
     """
 
@@ -40,8 +40,8 @@ class Generate:
 def generate(command: Generate) -> None:
     """Writes a text of samples as a NetCDF file, and the index files: all or none.
 
-    If the process is killed while the files appear, some are new and others old. Repeated,
-    it writes the same files as without a kill.
+    If the process is killed while it renames the files, some are new and others old. Running
+    it again writes the correct files.
 
     Raises:
       DataError: a file is missing or wrong.

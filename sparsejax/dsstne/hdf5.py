@@ -1,6 +1,6 @@
 """Reads HDF5 files that may be damaged or hostile. NetCDF-4 files are HDF5 files.
 
-Files are read with h5py alone. It hangs on one kind of damage, which is looked for first.
+Files are read with h5py only. It hangs on one kind of damage, which is checked first.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from sparsejax.dsstne.datasets import check_memory
 with needing("DSSTNE's NetCDF files need {}", "dsstne"):
     import h5py
 
-# The first bytes of NetCDF files that are no HDF5 files.
+# The first bytes of NetCDF files that are not HDF5.
 _CLASSIC = tuple(b"CDF" + bytes([version]) for version in (1, 2, 5))
-# The first bytes of a global heap, and the head of an object there: number, count, size.
+# The signature of a global heap, and an object's header there: number, count, size.
 _HEAP = b"GCOL\x01"
 _HEAP_OBJECT = struct.Struct("<H6sQ")
-# Types that attributes may have which are read.
+# Types of attributes that are read.
 _KINDS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.STRING)
-# The sizes of an attribute's name, type and dimensions in the file.
+# Layout of the sizes of an attribute's name, type and dimensions in the file.
 _ATTRIBUTE_SIZES = struct.Struct("<HHH")
-# A chunk of this size may be read whatever the file has for it.
+# A chunk up to this size may be read, however small it is in the file.
 _SMALL_CHUNK = 16 * 2**20
-# How HDF5 stores a text of any length; the text itself is at the address.
+# How HDF5 refers to a text of variable length; the text itself is at the address.
 _REFERENCE = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])
 
 
 @contextlib.contextmanager
 def opened(path: Path, what: str) -> Generator[File]:
-    """A file that is open for reading.
+    """While this context is open, the file is open for reading.
 
     Args:
       path: the file.
       what: content that the file should have, for messages.
 
     Raises:
-      DataError: it is missing or no NetCDF-4 file.
+      DataError: the file is missing or is not NetCDF-4.
     """
     check_regular(path)
     with damage(path, "is no NetCDF-4 file"):
@@ -68,10 +68,10 @@ def opened(path: Path, what: str) -> Generator[File]:
 
 
 def _texts_end(file: io.BufferedReader, size: int) -> bool:
-    """Whether each global heap, where HDF5 keeps texts, can be walked to its end.
+    """Whether each global heap, where HDF5 stores texts, can be read to its end.
 
-    An object of number 0 is free space, and its size is how far the next one is. If that is
-    0, HDF5 stays there for ever.
+    An object with number 0 is free space, and its size is the distance to the next object. If
+    that size is 0, HDF5 loops forever.
     """
     steps = 0
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -84,7 +84,7 @@ def _texts_end(file: io.BufferedReader, size: int) -> bool:
                 number, _, length = _HEAP_OBJECT.unpack_from(data, place)
                 move = length if number == 0 else 16 + (length + 7) // 8 * 8
                 steps += 1
-                # Heaps do not overlap, and an object has 16 bytes or more.
+                # Heaps do not overlap, and an object has at least 16 bytes.
                 if move == 0 or steps > size // 16:
                     return False
                 place += move
@@ -93,14 +93,14 @@ def _texts_end(file: io.BufferedReader, size: int) -> bool:
 
 
 def _start_of_value(data: mmap.mmap, at: int, length: int) -> int | None:
-    """Where the value of an attribute begins whose name is at `at`.
+    """The position of an attribute's value; `at` is the position of its name of `length` bytes.
 
     An attribute is: version, flags, the sizes of name, type and dimensions; since version 3
     the encoding of the name; then name, type, dimensions and value. In version 1 the
     parts are padded to multiples of 8 bytes.
 
     Returns:
-      None if this is no attribute with a name of so many bytes.
+      The position; None if there is no attribute with a name of this length.
     """
     for versions, size in (((1, 2), 8), ((3,), 9)):
         if at < size or data[at - size] not in versions:
@@ -116,7 +116,7 @@ def _start_of_value(data: mmap.mmap, at: int, length: int) -> int | None:
 
 @contextlib.contextmanager
 def damage(path: Path, what: str) -> Generator[None]:
-    """Raises DataError for whatever h5py raises; for damaged files that may be any type."""
+    """Converts h5py's errors to DataError; for damaged files they may have any type."""
     try:
         yield
     except DataError:
@@ -128,7 +128,7 @@ def damage(path: Path, what: str) -> Generator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """Reads attributes and variables of a file that may be damaged or hostile."""
+    """Reads attributes and variables of an HDF5 file, which may be damaged or malicious."""
 
     path: Path
     file: h5py.File
@@ -165,11 +165,11 @@ class File:
             return self.file.attrs[name]
 
     def _check_text(self, name: str, size: int) -> None:
-        """Raises DataError if a text is longer than the file, without reading it.
+        """Raises DataError if a text attribute is longer than the file, without reading it.
 
-        For each text, HDF5 would take as much memory as a damaged file says, up to 4 GiB.
-        It does not say where the reference to the text is, so all places are looked at that
-        begin as this attribute does.
+        HDF5 would allocate as much memory as a damaged file states for a text, up to 4 GiB.
+        HDF5 does not tell where the reference to the text is, so all positions are checked that
+        begin like this attribute.
         """
         key, found = name.encode() + b"\0", False
         with (
@@ -206,7 +206,7 @@ class File:
         return count
 
     def number(self, name: str) -> float:
-        """A float32 attribute, as the shortest decimal number that stands for it."""
+        """A float32 attribute as the shortest decimal number that rounds to it."""
         value = np.asarray(self.attribute(name))
         if value.size != 1 or value.dtype.kind not in "iuf" or value.dtype.itemsize > 8:
             raise self.error(f"the attribute {name} is no number")
@@ -226,7 +226,7 @@ class File:
             return text
 
     def variable(self, name: str) -> h5py.Dataset:
-        """A variable of this file, unless it is too large for its bytes in the file."""
+        """A variable of this file; an error if it is too large for its bytes in the file."""
         with damage(self.path, f"{name} cannot be read"):
             if name not in self.file:
                 raise self.error(f"has no variable {name}")
@@ -245,7 +245,7 @@ class File:
             return found
 
     def array(self, name: str) -> np.ndarray:
-        """A variable's numbers, flat."""
+        """A variable's numbers as a flat array."""
         found = self.variable(name)
         with damage(self.path, f"{name} cannot be read"):
             array = np.asarray(found[...]).reshape(-1)
@@ -274,9 +274,9 @@ class File:
         return names
 
     def _length_of(self, texts: h5py.Dataset) -> int:
-        """How long all texts are together, without reading them.
+        """The total length of all texts, computed without reading them.
 
-        For each, HDF5 would take as much memory as a damaged file says, up to 4 GiB.
+        HDF5 would allocate as much memory as a damaged file states for a text, up to 4 GiB.
         """
         stored = texts.id
         places = [(stored.get_offset(), stored.get_storage_size())]
@@ -287,7 +287,7 @@ class File:
         with open(self.path, "rb") as file:
             for offset, size in places:
                 if not size:
-                    continue  # no text was written
+                    continue  # this text was never written
                 filtered = stored.get_create_plist().get_nfilters()
                 if offset is None or filtered or texts.file.userblock_size:
                     raise self.error(f"{texts.name[1:]} is compressed or compact")

@@ -13,19 +13,19 @@ from sparsejax.data.sets.writers import check_names
 
 _NEWLINE, _TAB = b"\n\t"
 _MAX_DIGITS = 10  # indices have 32 bits
-_PADDED_TO = 128  # DSSTNE's widths are multiples of it
+_PADDED_TO = 128  # DSSTNE's widths are multiples of this
 
 
 def read_index(path: Path) -> Names:
     """Reads an index file: lines `name<TAB>number`, in any order.
 
     Returns:
-      `[n]` the name that has each number. Numbers that no name has are `holes`, with names
+      `[n]` the name with each number. Numbers without a name are `holes`, which get names
       of padding.
 
-    Raises:
-      DataError: a line is not of this form, a name or a number occurs twice, or more than
-        half of the numbers up to the highest one, and more than 128, have no name.
+      Raises:
+        DataError: a line does not have this form, a name or a number occurs twice, or more than
+          half of the numbers up to the highest one, and more than 128, have no name.
     """
     names: list[Names] = []
     numbers: list[np.ndarray] = []
@@ -88,12 +88,12 @@ def read_index(path: Path) -> Names:
 
 
 def holes(names: Names) -> np.ndarray:
-    """The numbers of an index that no name has, ascending."""
+    """The numbers in an index that have no name, ascending."""
     return np.flatnonzero(names == padding_names(0, len(names)))
 
 
 def index_text(names: Iterable[object]) -> str:
-    """The content of an index file; the n-th name gets the number n. Holes are left out.
+    """The content of an index file; the n-th name gets the number n. Holes are omitted.
 
     Raises:
       ValueError: a name occurs twice, is empty, or contains a TAB or a line end.
@@ -109,7 +109,7 @@ def index_text(names: Iterable[object]) -> str:
 
 
 def index_names(index: Path | Iterable[object]) -> Names:
-    """The names of an index: a file of it, or the names themselves."""
+    """The names of an index, which is an index file or the names themselves."""
     if isinstance(index, str) or hasattr(index, "__fspath__"):
         return read_index(index)  # type: ignore[arg-type]
     names = as_names(index)
@@ -118,19 +118,19 @@ def index_names(index: Path | Iterable[object]) -> Names:
 
 
 def padded_width(count: int) -> int:
-    """The number of columns that DSSTNE makes for so many features: a multiple of 128."""
+    """The number of columns that DSSTNE allocates for `count` features: a multiple of 128."""
     return -(-count // _PADDED_TO) * _PADDED_TO
 
 
 def padding_names(start: int, stop: int) -> Names:
-    """Names of the columns from `start` to `stop`, which no feature has."""
+    """Names for the columns from `start` to `stop`, which belong to no feature."""
     return as_names([f"(padding {column})" for column in range(start, stop)])
 
 
 def column_names(names: Names | None, width: int) -> Names:
     """`[width]` names of columns: the features' names, then names of padding.
 
-    Without names, columns have their numbers.
+    Without names, columns are named by their numbers.
 
     Raises:
       ValueError: there are more names than columns.
@@ -146,6 +146,6 @@ def column_names(names: Names | None, width: int) -> Names:
 
 
 def without_padding(names: Names) -> Names:
-    """The names of features, without the names of padding behind them."""
+    """The names of features, without the names of padding at the end."""
     differ = np.flatnonzero(names != padding_names(0, len(names)))
     return names[: int(differ[-1]) + 1 if differ.size else 0]

@@ -1,4 +1,4 @@
-"""JSON as DSSTNE reads it.
+"""Reading of JSON with DSSTNE's extensions.
 
 Comments are allowed. Keys and the names of choices are case-insensitive.
 """
@@ -50,7 +50,7 @@ def parse(text: str) -> Any:
     {'N': 128}
 
     Raises:
-      ValueError: it is not JSON; the message has line and column.
+      ValueError: the text is not JSON; the message has the line and the column.
     """
 
     def blank(match: re.Match) -> str:
@@ -59,12 +59,12 @@ def parse(text: str) -> Any:
             raise ValueError(
                 f"not JSON: the comment that begins in line {line} has no end"
             )
-        # A string stays; a comment keeps its lines, so that errors name the right one.
+        # A string is kept; a comment keeps its line breaks, so that errors name the right line.
         return match["string"] or re.sub(r"[^\n]", " ", match[0])
 
-    # Each alternative matches where it begins: a search that fails would be repeated from
-    # the next place, which takes quadratic time. A string without an end is left to the
-    # parser.
+    # Each alternative matches in any case once it begins: after a failed search the pattern
+    # would be tried at the next position, which takes quadratic time. A string without an end is
+    # left to the parser.
     string, open_comment = r'(?P<string>"(?:[^"\\\n]|\\.)*"?)', r"(?P<open>/\*.*)"
     tokens = rf"{string}|//[^\n]*|/\*.*?\*/|{open_comment}"
     try:
@@ -76,7 +76,7 @@ def parse(text: str) -> Any:
 
 
 class Keys:
-    """A JSON object whose keys are case-insensitive, and known."""
+    """A JSON object with case-insensitive keys; unknown keys are errors."""
 
     def __init__(self, document: object, known: Any, label: str):
         if not isinstance(document, dict):
@@ -133,7 +133,7 @@ class Keys:
         return value
 
     def wholes(self, key: str, most: int) -> tuple[int, ...] | None:
-        """A whole number or a list of up to `most`."""
+        """A whole number, or a list of up to `most` of them; None if the key is missing."""
         if key not in self.values:
             return None
         value = self.values[key]
@@ -158,7 +158,7 @@ class Keys:
         return value
 
     def texts(self, key: str) -> tuple[str, ...] | None:
-        """A name, or a list of names."""
+        """A name, or a list of names; None if the key is missing."""
         if key not in self.values:
             return None
         value = self.values[key]

@@ -1,6 +1,6 @@
-"""A layer of a network as a frozen dataclass, its choices and limits.
+"""A network's layer as a frozen dataclass, with its possible settings and limits.
 
-A size that depends on other layers is the subject of `sizes`.
+The module `sizes` computes sizes that depend on other layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCHEMES = (
     "Constant",
     "SELU",
 )
-# Functions with a window, and functions of whole layers.
+# Pooling functions with a window. The other functions work on whole layers.
 WINDOWS = ("Max", "Average")
 FUNCTIONS = (*WINDOWS, "LRN", "Maxout", "DotProduct", "Cosine")
 
@@ -47,7 +47,8 @@ class Activation:
     Attributes:
       name: one of `ACTIVATIONS`.
       slope: slope of LRELU below 0. With DSSTNE's default of 1, LRELU is Linear.
-      elu_alpha: ELU and SELU go to minus this number (SELU: times `selu_lambda`).
+      elu_alpha: minus the limit of ELU far below 0; SELU's limit also has the factor
+        `selu_lambda`.
       selu_lambda: factor of SELU.
     """
 
@@ -59,7 +60,7 @@ class Activation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightInit:
-    """How the weights and biases of a layer start.
+    """How the initial weights and biases of a layer are chosen.
 
     ::
 
@@ -74,7 +75,7 @@ class WeightInit:
     Attributes:
       scheme: one of `SCHEMES`.
       scale: number that sets the spread of the weights, in the formulas above.
-      bias: the number at which every bias starts.
+      bias: initial value of every bias.
     """
 
     scheme: str = "Xavier"
@@ -87,9 +88,9 @@ class SparsenessPenalty:
     """`beta sum_j KL(p || mean of unit j over the batch)`, added to the mean loss.
 
     Attributes:
-      p: the wanted mean.
-      beta: its weight. In a layer, 0 stands for the network's number, for `p` as for
-        `beta`.
+      p: desired mean.
+      beta: weight of the penalty. In a layer, 0 stands for the network's number, for both `p`
+        and `beta`.
     """
 
     p: float = 0.0
@@ -111,11 +112,11 @@ class LocalResponseNormalization:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """The connection whose weights another one uses, from one layer to another.
+    """The connection whose weights another connection uses.
 
     Attributes:
-      source_input: the layer that the owner of the weights reads.
-      source_output: the layer to which the owner leads.
+      source_input: name of the layer before the shared weights.
+      source_output: name of the layer after the shared weights.
       transposed: whether the matrix is transposed.
     """
 
@@ -126,15 +127,15 @@ class Sharing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Connection:
-    """A layer that another one reads, and the weights between them.
+    """The input of a layer from another layer, with the weights between them.
 
-    A pooling layer has no weights: there all but `layer` are defaults.
+    A pooling layer has no weights: for it, all attributes except `layer` have default values.
 
     Attributes:
       layer: name of the layer that is read.
-      weight_norm: the largest L2 norm of the weights that lead to one unit; 0: no limit.
-      locked: whether training leaves weights and bias as they are.
-      shared: the pair of layers whose weights this connection uses; None for weights of
+      weight_norm: largest L2 norm of the weights of one unit; 0 is no limit.
+      locked: whether training does not change weights and bias.
+      shared: the connection whose weights this one uses; None for weights of
         its own. The bias is not shared.
     """
 
@@ -146,7 +147,7 @@ class Connection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerDefinition:
-    """A layer.
+    """One layer of a network.
 
     >>> LayerDefinition(name="Input", kind="Input", size=(32, 32, 3)).units
     3072
@@ -155,25 +156,25 @@ class LayerDefinition:
       name: name by which other layers refer to it.
       kind: one of `KINDS`.
       type: one of `TYPES`.
-      size: x, y, z, w, as many as the layer has. For a convolutional layer, and for the
-        layers it reads, the last one counts channels.
+      size: x, y, z, w, or the first of these. For a convolutional layer, and for the
+        layers that it reads, the last one is the number of channels.
       dataset: name of the data set; "" if it has none.
       sparse: whether the data set of an input or output is sparse (the data set itself
         decides); or whether a hidden layer has the sparseness penalty.
       denoising: whether the network's denoising applies to an input.
-      sources: connections to the layers that it reads; the products are added.
+      sources: connections to the layers that it reads; their products are added.
       skips: layers that are added to these sums, unit by unit.
       activation: function of the layer's sums; None in inputs and pooling layers.
       dropout: probability of dropping a unit in training.
-      weight_init: how weights and biases start.
-      delta_norm: the largest L2 norm of the gradient of an example's units; 0: no limit.
+      weight_init: how initial weights and biases are chosen.
+      delta_norm: largest L2 norm of the gradient in an example's units; 0 is no limit.
       batch_normalization: whether the sums are normalised over the batch.
       sparseness_penalty: penalty of a hidden layer, in place of the network's; see
         `penalty_of`.
       function: function of a pooling layer, one of `FUNCTIONS`.
-      kernel: width of the window in x, y, z; as many as it has dimensions.
-      stride: step of the window, like `kernel`.
-      padding: zeros before and after the source's units, like `kernel`.
+      kernel: width of the window in x, y, z; one number for each dimension.
+      stride: step of the window, with as many numbers as `kernel`.
+      padding: zeros before and after the source's units, with as many numbers as `kernel`.
     """
 
     name: str
@@ -198,12 +199,12 @@ class LayerDefinition:
 
     @property
     def units(self) -> int:
-        """How many units it has in all."""
+        """The total number of units."""
         return math.prod(self.size)
 
     @property
     def has_weights(self) -> bool:
-        """Whether weights lead to it."""
+        """Whether the layer has weights on its inputs."""
         return self.kind != "Input" and self.type != "Pooling"
 
 
@@ -223,19 +224,19 @@ def times(size: Sequence[int]) -> str:
 
 
 def has_window(layer: LayerDefinition) -> bool:
-    """Whether `kernel`, `stride` and `padding` mean something."""
+    """Whether the layer uses `kernel`, `stride` and `padding`."""
     return layer.type == "Convolutional" or layer.function in WINDOWS
 
 
 def padded_to(size: Sequence[int], length: int) -> tuple[int, ...]:
-    """A size with `length` dimensions or more; those that it lacks are 1."""
+    """Appends ones to a size until it has at least `length` dimensions."""
     return (*size, *[1] * (length - len(size)))
 
 
 def weight_shape(source: LayerDefinition, layer: LayerDefinition) -> tuple[int, ...]:
     """The shape of the weights between two layers.
 
-    `(in, out)` of a fully connected layer. `(out, in, z, y, x)` of a convolutional one,
+    A fully connected layer has `(in, out)`. A convolutional layer has `(out, in, z, y, x)`,
     with channels in and out, and as many of z, y, x as the layer's kernel has.
     """
     if layer.type == "FullyConnected":
@@ -246,12 +247,12 @@ def weight_shape(source: LayerDefinition, layer: LayerDefinition) -> tuple[int, 
 
 
 def num_biases(layer: LayerDefinition) -> int:
-    """How many biases lead to a layer: one a unit, of a convolution one a channel."""
+    """The number of biases of a layer: one a unit, or one a channel for a convolution."""
     return layer.size[-1] if layer.type == "Convolutional" else layer.units
 
 
 def check_layer(layer: LayerDefinition) -> None:
-    """Raises ValueError if it is no layer, whatever the other layers are."""
+    """Raises ValueError if the settings of a layer are wrong, whatever the other layers are."""
     label = label_of(layer)
     if not 1 <= len(layer.size) <= 4 or min(layer.size) < 1 or layer.units > MAX_UNITS:
         raise ValueError(
@@ -302,7 +303,7 @@ def check_penalty(label: str, penalty: SparsenessPenalty) -> None:
 
 
 def check_lrn(label: str, lrn: LocalResponseNormalization) -> None:
-    """Raises ValueError if a number is out of the range that cuDNN has for it."""
+    """Raises ValueError if a number is out of the range that cuDNN supports."""
     check_range(label, "LocalResponseNormalization n", lrn.n, 1, 16)
     check_range(label, "LocalResponseNormalization k", lrn.k, 1e-5)
     check_range(label, "LocalResponseNormalization beta", lrn.beta, 0.01)
@@ -320,11 +321,11 @@ def check_range(
     """Raises ValueError unless `value` is from `low` to `high`.
 
     Args:
-      label: the error says with it where the value is.
+      label: text that says in the error where the value is.
       key: the JSON key of the value.
       value: the number.
-      low: the least that it may be.
-      high: the most that it may be.
+      low: smallest valid number.
+      high: largest valid number.
       below: whether it must be less than `high`.
     """
     if low <= value < high or (value == high < math.inf and not below):

@@ -1,4 +1,4 @@
-"""A layer's JSON, read and written. Defaults are the defaults of DSSTNE's parser."""
+"""Conversion of a layer from and to JSON. Defaults are the defaults of DSSTNE's parser."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _LAYER_KEYS = {
 
 
 def drafts_of(network: Keys, data: Mapping) -> dict[str, LayerDefinition]:
-    """The layers, by name. A size that depends on other layers is the number of channels."""
+    """The layers by name. A size that depends on other layers has only the number of channels."""
     layers = network.values.get("Layers")
     if not isinstance(layers, list) or not layers:
         raise ValueError('the network: "Layers" must be a list of layers')
@@ -136,7 +136,7 @@ def _draft(
             f'{keys.label}: "KernelStride" has {len(stride)} numbers, "Kernel" '
             f"{len(kernel)}"
         )
-    # A bool does nothing, as in DSSTNE.
+    # A bool has no effect, as in DSSTNE.
     if isinstance(keys.values.get("SparsenessPenalty"), bool):
         del keys.values["SparsenessPenalty"]
     activation = None
@@ -168,7 +168,7 @@ def _draft(
 
 
 def _check_keys_of_type(keys: Keys, kind: str, type: str) -> None:
-    """Refuses keys that would have no effect."""
+    """Raises ValueError for keys that would have no effect."""
     if type == "Pooling":
         if "Function" not in keys.values:
             raise ValueError(
@@ -185,7 +185,7 @@ def _check_keys_of_type(keys: Keys, kind: str, type: str) -> None:
             *(["DeltaNorm"] if kind == "Hidden" else []),
             *([] if function in WINDOWS else ["Kernel", "KernelStride"]),
         ]
-        # Linear is what it is.
+        # The key has no effect with "Linear", which is what these layers use.
         if keys.choice("Activation", ACTIVATIONS, "Linear") != "Linear":
             useless.append("Activation")
         what = f"a pooling layer ({function})"
@@ -272,14 +272,14 @@ def read_penalty(keys: Keys) -> SparsenessPenalty | None:
 
 
 def layer_to_json(layer: LayerDefinition, *, denoised: bool) -> dict[str, Any]:
-    """A layer as a JSON object; `denoised` says whether the network has denoising."""
+    """Converts a layer to a JSON object; `denoised` is whether the network has denoising."""
     document: dict[str, Any] = {"Name": layer.name, "Kind": layer.kind}
     document["Type"] = layer.type
     channels = layer.type == "Convolutional" and layer.kind == "Hidden"
     document["N"] = layer.size[-1] if channels else _one_or_all(layer.size)
     if layer.dataset:
         document["DataSet"] = layer.dataset
-    # With denoising, the flag of an input says whether it has it.
+    # With denoising, "Sparse" of an input says whether denoising applies to it.
     if layer.denoising if denoised and layer.kind == "Input" else layer.sparse:
         document["Sparse"] = True
     if layer.dropout:

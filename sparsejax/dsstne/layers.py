@@ -1,4 +1,4 @@
-"""A layer of a network as a module, with dropout, normalization and its loss."""
+"""A module for a layer of a network, with dropout, normalization and loss."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers.gradients import lookup
 
 _NORMALIZATION_EPS = 1e-5
-# How much of the running mean and variance a batch replaces.
+# Fraction of the running mean and variance that a batch replaces.
 _NORMALIZATION_RATE = 0.1
-# How an array with a row for each example is divided over a mesh.
+# Partition spec of an array with a row for each example.
 _BATCH = P("data")
 
 
 class Held(NamedTuple):
-    """The values that the layers of a network hold for a batch.
+    """The values of a network's layers for a batch.
 
     Attributes:
       units: values by the name of a layer: an array, or sparse rows. An output may be
         too large to be here, see `Layer.whole`.
-      scores: values before the activation, of the outputs that are in `units`.
-      kernels: arrays that several connections share, by the pair of their owner.
+      scores: values before the activation, for the outputs in `units`.
+      kernels: arrays that several connections share, by the pair of layers that owns them.
     """
 
     units: dict[str, Any]
@@ -57,10 +57,10 @@ class Held(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Which rows of a batch are examples, and how much they count.
+    """The rows of a batch that are examples, and the factor of their losses.
 
     Attributes:
-      exists: `[batch]`; the other rows are padding.
+      exists: `[batch]`; other rows are padding.
       share: factor of an example's loss, if its own weight is 1.
     """
 
@@ -69,21 +69,21 @@ class Counted(NamedTuple):
 
     @property
     def examples(self) -> jax.Array:
-        """The number of examples, 1 at least."""
+        """The number of examples, at least 1."""
         return jnp.maximum(jnp.sum(self.exists), 1)
 
 
 class Layer(nnx.Module):
-    """A layer with the connections that lead to it.
+    """A layer with the connections from its sources.
 
     Attributes:
       layer: its definition.
       rule: loss of an output.
-      whole: whether an output is computed with the hidden layers.
+      whole: whether an output is computed as an array `[batch, units]`, like hidden layers.
       ranked: number of items of an output that are ranked.
-      counts: for each connection, how many share its weights.
+      counts: for each connection, number of connections that share its weights.
       factors: for each connection, the factor of the gradients of its weights.
-      delta_norm: the largest L2 norm of the gradient of an example's units; 0 is no
+      delta_norm: largest L2 norm of the gradient in an example's units; 0 is no
         limit.
     """
 
@@ -109,7 +109,7 @@ class Layer(nnx.Module):
             sharing.counts[owner_of(layer, source)] for source in sources
         )
         self.factors = tuple(1 / count for count in self.counts)
-        # DSSTNE leaves it out in hidden pooling layers, and JSON refuses it there.
+        # DSSTNE ignores DeltaNorm in hidden pooling layers, and JSON with it is an error there.
         limits = layer.has_weights or layer.kind == "Output"
         self.delta_norm = layer.delta_norm if limits else 0.0
         self.connections = nnx.List(
@@ -132,7 +132,7 @@ class Layer(nnx.Module):
 
     @property
     def is_divided(self) -> bool:
-        """Whether its units are divided over the mesh."""
+        """Whether the layer's units are divided over the mesh."""
         return len(self.connections) > 0 and all(
             isinstance(module, Dense) and module.by_outputs
             for module in self.connections
@@ -140,7 +140,7 @@ class Layer(nnx.Module):
 
     @property
     def output(self) -> SparseOutput | None:
-        """The layer over all items, if this layer is one."""
+        """The `SparseOutput`, if this layer is one; otherwise None."""
         for module in self.connections:
             if isinstance(module, SparseOutput):
                 return module
@@ -150,9 +150,9 @@ class Layer(nnx.Module):
         self.rule = of_units(rule) if self._loss_is_of_units else rule
 
     def follow_values(self) -> None:
-        """Makes all gradients those of the values, from now on.
+        """Makes all gradients equal to the derivatives of the loss, from now on.
 
-        There is no DeltaBoost, no DeltaNorm, and the gradient of shared weights is a sum.
+        DeltaBoost and DeltaNorm are turned off, and the gradient of shared weights is a sum.
         """
         if isinstance(self.rule, Boosted):
             self.rule = self.rule.loss
@@ -160,7 +160,7 @@ class Layer(nnx.Module):
 
     @property
     def _loss_is_of_units(self) -> bool:
-        # A sigmoid's dropped unit is 0.5, which a score can say; others may not have it.
+        # A dropped unit is 0.5 with Sigmoid, so a score of 0 gives it. Others have no such score.
         activation = self.layer.activation
         return (
             self.layer.dropout > 0
@@ -169,12 +169,12 @@ class Layer(nnx.Module):
         )
 
     def connected(self) -> Iterator[tuple[Pair, Connection, Any]]:
-        """For each connection its pair, its definition and its module with weights."""
+        """For each connection, the pair of layers, the definition, and the module with weights."""
         for source, module in zip(self.layer.sources, self.connections, strict=False):
             yield (source.layer, self.layer.name), source, module
 
     def shared_kernels(self) -> dict[Pair, jax.Array]:
-        """The arrays that other connections multiply with, by their pairs."""
+        """The arrays that other connections use too, by the pair of layers that owns them."""
         return {
             pair: with_slope(module.kernel[...], factor)
             for (pair, _, module), count, factor in zip(
@@ -190,12 +190,12 @@ class Layer(nnx.Module):
         *,
         deterministic: bool | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """The values that it holds, before its activation and after it.
+        """The layer's values before and after its activation.
 
         Args:
           held: values of the layers before it.
           batch: None if all rows are examples.
-          deterministic: whether this is without noise.
+          deterministic: whether dropout is turned off.
         """
         layer = self.layer
         if layer.type == "Pooling":
@@ -214,7 +214,7 @@ class Layer(nnx.Module):
         return z, self.noise(self.activated(z), deterministic)
 
     def sums(self, held: Held) -> jax.Array:
-        """`[batch, units]`, before the activation."""
+        """The sums over all connections before the activation, `[batch, units]`."""
         layer, total = self.layer, jnp.zeros((), jnp.float32)
         for at, (_, source, module) in enumerate(self.connected()):
             before, x = self.source_layers[at], held.units[source.layer]
@@ -239,7 +239,7 @@ class Layer(nnx.Module):
         return self._with_skips(total, held)
 
     def scores(self, held: Held) -> jax.Array:
-        """All scores of an output."""
+        """The scores of all units of an output."""
         if self.layer.name in held.scores:
             return held.scores[self.layer.name]
         if self.output is not None:
@@ -258,7 +258,7 @@ class Layer(nnx.Module):
         return z
 
     def _limited(self, z: jax.Array, batch: Counted | None) -> jax.Array:
-        """`z`, with slopes whose norms in the batch `DeltaNorm` limits."""
+        """Returns `z`; its gradient is limited by `DeltaNorm`."""
         if not self.delta_norm or batch is None:
             return z
         return _with_short_slopes(z, self.delta_norm * batch.share)
@@ -336,7 +336,7 @@ class Layer(nnx.Module):
 
 
 class _Dropout(nnx.Module):
-    """DSSTNE's dropout, of which there are three kinds.
+    """DSSTNE's dropout, which depends on the activation.
 
     A unit is dropped with probability p. With q = 1 - p, and alpha the limit of ELU or
     SELU far below 0::
@@ -369,7 +369,7 @@ class _Dropout(nnx.Module):
         return jnp.where(dropped, 0, a / q)
 
     def drawn(self, a: jax.Array, deterministic: bool | None) -> jax.Array | None:
-        """Which units are dropped; None if this is without noise."""
+        """Mask of the dropped units; None without dropout."""
         if deterministic is None:
             deterministic = self.deterministic
         if deterministic or self.rate == 0:
@@ -378,7 +378,7 @@ class _Dropout(nnx.Module):
 
 
 class _Normalization(nnx.Module):
-    """Batch normalization of sums: over the examples, of a convolution also over places."""
+    """Batch normalization of sums: over the examples, and for a convolution over positions."""
 
     def __init__(self, layer: LayerDefinition):
         channels = num_biases(layer)
@@ -433,13 +433,13 @@ def _product(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def dense(x: Any) -> jax.Array:
-    """The values that a layer holds, as `[batch, units]`."""
+    """The values of a layer as a dense array `[batch, units]`."""
     return x.todense() if isinstance(x, SparseRows) else x
 
 
 @jax.custom_vjp
 def _with_short_slopes(x: jax.Array, limit: Any) -> jax.Array:
-    """`x`; the gradient of each row is cut to an L2 norm of at most `limit`."""
+    """Returns `x`; the gradient in each row is limited to an L2 norm of at most `limit`."""
     return x
 
 

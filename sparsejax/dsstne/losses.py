@@ -1,7 +1,7 @@
-"""DSSTNE's losses, which are functions of activations, as functions of scores.
+"""DSSTNE's losses, which are functions of activations, rewritten as functions of scores.
 
-An output layer's scores are its sums before the activation. `of_output` gives the rule that
-`output_loss` takes. A slope is always that of the value, `DeltaBoost` apart.
+An output layer's scores are its sums before the activation. `of_output` returns the rule
+that `output_loss` takes. Gradients are derivatives of the value, except for `DeltaBoost`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparsejax.losses import ElementwiseLoss, LossRule
 
 @dataclasses.dataclass(frozen=True)
 class OfActivations(ElementwiseLoss):
-    """A loss of activations, as one of scores::
+    """A loss on activations, rewritten as a loss on scores::
 
         absent(score)        = loss.absent(activation(score))
         listed(score, label) = loss.listed(activation(score), label)
@@ -32,7 +32,7 @@ class OfActivations(ElementwiseLoss):
 
     Attributes:
       loss: the loss of an activation.
-      activation: any but SoftMax.
+        activation: any activation except SoftMax.
     """
 
     loss: ElementwiseLoss
@@ -50,7 +50,7 @@ class OfActivations(ElementwiseLoss):
 
 @dataclasses.dataclass(frozen=True)
 class Boosted(ElementwiseLoss):
-    """A loss whose value stays, and whose gradients are multiplied (`DeltaBoost`).
+    """A loss whose value does not change, but whose gradients have factors (`DeltaBoost`).
 
     Attributes:
       loss: the loss whose gradients are multiplied.
@@ -73,7 +73,7 @@ class Boosted(ElementwiseLoss):
 
 @dataclasses.dataclass(frozen=True)
 class ListedCrossEntropy(ElementwiseLoss):
-    """The sigmoid's cross-entropy that takes any label for 1, as DSSTNE does.
+    """The sigmoid cross-entropy that takes any label to be 1, as DSSTNE does.
 
     With a = sigmoid(score)::
 
@@ -92,7 +92,7 @@ class ListedCrossEntropy(ElementwiseLoss):
 
 @dataclasses.dataclass(frozen=True)
 class DataScaledMarginalCrossEntropy(losses.ScaledMarginalCrossEntropy):
-    """The scaled marginal cross-entropy with labels that are weights.
+    """The scaled marginal cross-entropy whose labels are weights.
 
     With a = sigmoid(score) and t the label::
 
@@ -114,7 +114,7 @@ class DataScaledMarginalCrossEntropy(losses.ScaledMarginalCrossEntropy):
         labels: Float[Array, "..."],
         listed: Bool[Array, "..."],
     ) -> Float[Array, "..."]:
-        # Not the base's shorter form, which has no labels.
+        # The shorter form of the base class ignores the values of labels.
         return ElementwiseLoss.__call__(self, scores, labels, listed)
 
 
@@ -138,7 +138,7 @@ def activate(
 ) -> Float[Array, "..."]:
     """Applies a layer's activation to its sums; SoftMax is over the last axis.
 
-    At 0 the slopes of RELU and LRELU are the left-sided ones, as in DSSTNE.
+    At 0 the derivatives of RELU and LRELU are the left-sided ones, as in DSSTNE.
     """
     alpha, scale = activation.elu_alpha, activation.selu_lambda
     functions: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -163,7 +163,7 @@ def of_output(
     sparse: bool = True,
     ignore_zeros: bool = False,
 ) -> LossRule:
-    """The loss of an output layer, of its scores before the activation.
+    """The loss of an output layer as a function of its scores before the activation.
 
     >>> from sparsejax.dsstne.keys import parse
     >>> text = '{"Layers": [{"N": 4}, {"N": 4}], "ErrorFunction": "L1"}'
@@ -171,22 +171,22 @@ def of_output(
     >>> of_output(network, network.layer("Output1")).loss
     L1Loss(ignore_zeros=False)
 
-    CrossEntropy with SoftMax is `SoftmaxCrossEntropy`. Its labels are 1 / n in a row with
-    n labels without values, or as they are stored if they have values. With a weight of
-    examples each label is 1.
+    CrossEntropy with SoftMax is `SoftmaxCrossEntropy`. The labels of a row with n labels
+    without values are 1 / n; labels with values are used as they are. If examples have
+    weights, each label is 1.
 
     Args:
       network: description of the network, with the error function and its numbers.
       layer: an output.
-      sparse: whether the data set of the targets is. A sparse one has labels at some
-        items; a dense one has a label at every item.
+      sparse: whether the data set of the targets is sparse. If so, it has labels at some
+        items; a dense data set has a label at every item.
       ignore_zeros: whether only items with labels have a loss, as in `ElementwiseLoss`;
         the data set's SparseIgnoreZero.
 
     Raises:
       NotImplementedError: DSSTNE has no gradient for this error function with this
-        activation or this data, or ignores DeltaBoost; or the result of SoftMax is
-        dropped.
+        activation or this data, or ignores DeltaBoost; or the output has SoftMax and
+        dropout.
     """
     activation, error = layer.activation, network.error_function
     if activation is None:  # a pooling layer
@@ -237,7 +237,7 @@ _OF_ACTIVATIONS: dict[str, Callable[[], ElementwiseLoss]] = {
     "L2Hinge": losses.L2HingeLoss,
     "Hinge": losses.HingeLoss,
 }
-# Losses of a sigmoid, in the form that does not overflow.
+# Losses after a sigmoid, as functions of scores that do not overflow.
 _OF_SCORES = (
     "CrossEntropy",
     "ScaledMarginalCrossEntropy",
@@ -280,13 +280,13 @@ def _refuse_boost(network: Definition, label: str) -> None:
 
 
 def _elu(x: Float[Array, "..."], alpha: float) -> Float[Array, "..."]:
-    # expm1 gets 0 where x is positive: exp(x) may overflow there, and 0 * inf is NaN.
+    # expm1 gets 0 if x is positive: exp(x) may overflow there, and 0 * inf is NaN.
     return jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def with_slope(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
-    """`x`, with `factor` as its slope."""
+    """Returns `x`; its gradient is multiplied by `factor`."""
     return x
 
 

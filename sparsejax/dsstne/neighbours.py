@@ -1,4 +1,4 @@
-"""DSSTNE's `knn-search`: the nearest vectors of a text."""
+"""DSSTNE's `knn-search`: the nearest vectors in text files."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Search:
     """The command `knn-search`.
 
     Attributes:
-      data: files of vectors to find, which count as one.
-      queries: files of vectors to find others for.
-      out: the file to write, whose folder is made; None is standard output.
-      k: how many for each query.
-      batch_size: queries at a time.
+      data: files of vectors among which to search; they are concatenated.
+      queries: files of vectors whose neighbours are searched.
+      out: the file to write, whose folder is created; None is standard output.
+      k: number of neighbours of each query.
+      batch_size: number of queries that are processed together.
       data_type: one of `DTYPES`.
-      key_delimiter: between a key and its vector.
-      vector_delimiter: between numbers.
-      score_separator: between a key and its score.
-      precision: digits of a score behind its point.
-      keys_only: whether to leave the scores out.
+      key_delimiter: text between a key and its vector.
+      vector_delimiter: text between numbers.
+      score_separator: text between a key and its score.
+      precision: number of digits of a score after its decimal point.
+      keys_only: whether to omit the scores.
     """
 
     data: tuple[str, ...]
@@ -55,7 +55,7 @@ def search(command: Search) -> None:
 
     Raises:
       DataError: a file is missing or wrong.
-      OSError: the file cannot be written; nothing is left behind.
+      OSError: the file cannot be written; no partial file is left.
       ValueError: a number does not fit in the data type.
     """
     if command.out is not None:
@@ -91,7 +91,7 @@ def search(command: Search) -> None:
 
 
 def _check_out(path: pathlib.Path) -> None:
-    """Raises ValueError if a file and its folder cannot be made."""
+    """Raises ValueError if a file or its folder cannot be created."""
     if path.parent.exists():
         check_writable(path)
         return
@@ -111,10 +111,10 @@ def _writing(path: str | None) -> Iterator[TextIO]:
 
 
 def read_vectors(command: Search, paths: tuple[str, ...]) -> tuple[Names, np.ndarray]:
-    """Keys and vectors, `[rows, width]` float32, of files with lines `key<TAB>1 2 3`.
+    """Reads keys and vectors, `[rows, width]` float32, from files with lines `key<TAB>1 2 3`.
 
     Raises:
-      DataError: a file is missing, empty, or has a line that is wrong.
+      DataError: a file is missing, empty, or has a wrong line.
     """
     keys: list[str] = []
     vectors: list[np.ndarray] = []
@@ -142,7 +142,7 @@ def read_vectors(command: Search, paths: tuple[str, ...]) -> tuple[Names, np.nda
 
 
 def _lines(stream: ByteStream, path: str) -> Iterator[tuple[int, str]]:
-    """The lines that are not empty, with their numbers."""
+    """Yields the lines that are not empty, with their numbers."""
     for block in line_blocks(stream, path):
         for number, text in enumerate(block.data.decode().split("\n"), block.first):
             if text:

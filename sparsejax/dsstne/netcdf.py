@@ -1,4 +1,4 @@
-"""DSSTNE's NetCDF files of data sets.
+"""Reading and writing of DSSTNE's NetCDF files of data sets.
 
 A file is NetCDF-4, that is HDF5. For the n-th data set its root has the attributes
 `name{n} attributes{n} kind{n} dataType{n} dimensions{n} width{n} [height{n} [length{n}]]`
@@ -67,15 +67,15 @@ def read_datasets(
     SparseDataset(3 rows, 3 features, 6 entries, indicator)
 
     Sparse data and classes (Boolean data that is not sparse) become a `SparseDataset`,
-    with the columns of the file in its order. Dense data become float32
+    with the file's columns in their order. Dense data become float32
     `[rows, width]`, `[rows, height, width]` or `[rows, length, height, width]`; a
-    `DenseDataset` if rows have names. Several entries of a row and a column become one:
-    an indicator, or their sum. Bytes are scaled as DSSTNE does: dense UChar to
-    `x / 256 - 0.5`, Char to `x / 128`, and targets to `x / 256` and `x / 128`.
+    `DenseDataset` if rows have names. Several entries of a row and a column are merged to
+    an indicator, or to their sum. Bytes are scaled as in DSSTNE: dense UChar to
+    `x / 256 - 0.5`, Char to `x / 128`; in targets to `x / 256` and `x / 128`.
 
-    Columns behind the last feature are padding and have names like `(padding 300)`. Names
-    come from the indices that are given, otherwise from the file. Without any they are
-    numbers.
+    Columns after the last feature are padding and have names like `(padding 300)`. Names
+    are taken from the indices that are given, otherwise from the file. Without any names,
+    numbers are used.
 
     `read_weights` reads the weights of examples. `read_ignore_zeros` reads which data
     sets are SparseIgnoreZero.
@@ -83,18 +83,18 @@ def read_datasets(
     Args:
       path: the file.
       features: a file of names and their numbers, as `generateNetCDF` writes it, or the
-        names in order; or `{name of a data set: such an index}` if they differ.
+        names in order; or a dict from data sets to such indices, if they differ.
       samples: a file of names and their numbers, or the names in order, for the rows of
         all data sets.
       targets: names of the data sets that a model should predict.
 
     Returns:
-      For each name a `SparseDataset`, a `DenseDataset` or an array.
+      A dict from each name to a `SparseDataset`, a `DenseDataset` or an array.
 
     Raises:
       DataError: the file is missing, damaged or wrong; the message names the variable. Or
-        an index does not fit.
-      ValueError: the file has no data set of a name that is given.
+        an index does not match the file.
+      ValueError: the file has no data set with a given name.
     """
     found = load(path)
     targets = set(targets)
@@ -128,14 +128,14 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
     >>> dsstne.read_weights("rated.nc")
     {'output': array([1. , 2. , 0.5], dtype=float32)}
 
-    The weights of the targets are for `fit(weights=)`, with a `Network(weighted=True)`.
+    The weights of the targets can be passed to `fit(weights=)`, with a `Network(weighted=True)`.
 
     Args:
       path: the file.
 
     Returns:
-      `[rows]` float32 by the name of the data set, for those that have weights, in the
-      form that `write_datasets` takes.
+      `[rows]` float32 weights by the name of the data set, for data sets that have weights.
+      `write_datasets` takes them in this form.
 
     Raises:
       DataError: the file is missing, damaged or wrong.
@@ -152,7 +152,7 @@ def read_ignore_zeros(path: Path) -> set[str]:
     >>> dsstne.read_ignore_zeros("listed.nc")
     {'output'}
 
-    Only their listed entries count in a loss: `Network(ignore_zeros=True)`.
+    In a loss, only listed entries of these data sets count: `Network(ignore_zeros=True)`.
 
     Args:
       path: the file.
@@ -175,21 +175,21 @@ def write_datasets(
 ) -> None:
     """Writes data sets as one of DSSTNE's NetCDF files, whole or not at all.
 
-    `read_datasets` gives the same data and names. DSSTNE matches the rows of data sets by
-    position, so they are written in the order of the first one whose rows have names.
+    `read_datasets` returns equal data and names. DSSTNE matches the rows of data sets by
+    position, so they are written in the order of the first data set whose rows have names.
 
     Args:
       path: the file.
       datasets: data by name. Rows are matched by name if they have names.
-      weights: `[rows]` weights of the examples of some data sets, by name.
+      weights: `[rows]` weights of the examples, by the name of the data set.
       ignore_zeros: names of the sparse data sets of which only the listed entries count in
         a loss (SparseIgnoreZero).
 
     Raises:
-      OSError: the file cannot be written; nothing is left behind.
+      OSError: the file cannot be written; no partial file is left.
       TypeError: a data set has another type.
       ValueError: a data set is empty or cannot be written, rows are missing, or weights
-        do not fit.
+        do not match the data.
     """
     weights, ignoring = weights or {}, set(ignore_zeros)
     for what, names in (("weights", weights.keys()), ("ignore_zeros", ignoring)):
@@ -225,7 +225,7 @@ def write_datasets(
 
 
 def load(path: Path) -> dict[str, FileDataset]:
-    """The data sets of a file by name, as they lie there.
+    """Reads the data sets of a file by name, without conversion.
 
     Raises:
       DataError: the file is missing, damaged or wrong.
@@ -251,7 +251,7 @@ def load(path: Path) -> dict[str, FileDataset]:
 
 
 def _load(file: File, n: int, row_names: Names | None) -> FileDataset:
-    """The n-th data set, not checked."""
+    """Reads the n-th data set without checks."""
     attributes = file.count(f"attributes{n}")
     known = _SPARSE | _BOOLEAN | _IGNORE_ZERO | _INDEXED | _WEIGHTED | _UNUSED
     if attributes & ~known:
@@ -302,10 +302,10 @@ def _load(file: File, n: int, row_names: Names | None) -> FileDataset:
 
 
 def _values(file: File, name: str, data_type: int) -> np.ndarray:
-    """A variable's numbers; bytes if its data type says so."""
+    """A variable's numbers; as bytes if `data_type` is one of bytes."""
     array = file.array(name)
     wanted = {_RGB8: np.uint8, _UCHAR: np.uint8, _CHAR: np.int8}.get(data_type)
-    if wanted is None:  # bytes are scaled, but these are numbers
+    if wanted is None:  # only data types of bytes are scaled later
         return array.astype(np.int32) if array.dtype.itemsize == 1 else array
     limits = np.iinfo(wanted)
     outside = ~((array >= limits.min) & (array <= limits.max))
@@ -321,8 +321,8 @@ def save(path: Path, datasets: Mapping[str, FileDataset]) -> None:
     """Writes data sets as one file, whole or not at all.
 
     Raises:
-      OSError: the file cannot be written; nothing is left behind.
-      ValueError: data sets do not fit together in one file, as for `file_image`.
+      OSError: the file cannot be written; no partial file is left.
+      ValueError: data sets do not match each other, as in `file_image`.
     """
     check_writable(path)
     image = file_image(datasets)
@@ -333,7 +333,7 @@ def save(path: Path, datasets: Mapping[str, FileDataset]) -> None:
 def file_image(datasets: Mapping[str, FileDataset]) -> memoryview:
     """The content of a file of data sets.
 
-    DSSTNE itself reads no 64-bit integers as values.
+    DSSTNE itself cannot read values that are 64-bit integers.
 
     Raises:
       ValueError: there is no data set, or one is empty or cannot be written.
@@ -341,7 +341,7 @@ def file_image(datasets: Mapping[str, FileDataset]) -> memoryview:
     if not datasets:
         raise ValueError("there is no data set to write")
     row_names = _shared_row_names(datasets)
-    # HDF5 ends the process if the disk is full, so it writes into memory.
+    # HDF5 ends the process if the disk is full, so the file is made in memory.
     image = io.BytesIO()
     with h5netcdf.File(image, "w") as file:
         file.attrs["datasets"] = np.uint32(len(datasets))
@@ -358,7 +358,7 @@ def file_image(datasets: Mapping[str, FileDataset]) -> memoryview:
 
 
 def _shared_row_names(datasets: Mapping[str, FileDataset]) -> Names | None:
-    """The names of the rows of all data sets.
+    """The names of the rows, which all data sets share.
 
     Raises:
       ValueError: the numbers or names of rows differ.

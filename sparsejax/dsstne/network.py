@@ -67,28 +67,28 @@ class Network(nnx.Module):
     >>> network(x, deterministic=True).shape
     (2, 5)
 
-    Inputs are known by the names of their data sets, or of their layers if they have none.
-    A single sparse input or target is given without its name: several outputs have
-    labels by name, and their losses are added. The items of the output called "Output"
-    are ranked, or else the items of the first output. Scores are values before the
+    Inputs are identified by the names of their data sets, or of their layers if they have none.
+    A single sparse input or target is given without a dict. With several outputs, labels
+    are given by name, and the losses are added. The items of the output named "Output"
+    are ranked, otherwise those of the first output. Scores are values before the
     activation; `top_k` returns values after it. A network without outputs only has
-    `units`. One that cannot be trained, see `check_trainable`, has units, scores and `top_k`.
+    `units`. A network that `check_trainable` refuses has units, scores and `top_k`.
 
     Weights that only sparse inputs and outputs share are one kernel, of which a sparse
-    input reads the rows it names. The gradient of shared weights is the mean of the
+    input reads the rows of its features. The gradient of shared weights is the mean of the
     gradients of all connections that share them. On a mesh, large kernels are divided
-    as in `SparseLinear` and `SparseOutput`, and others as `hidden_layout` says.
+    as in `SparseLinear` and `SparseOutput`, and others by `hidden_layout`.
 
     Args:
       definition: the layers. `sparse` of an input says which kind of data it takes.
-      parameters: the numbers to start with; by default they are drawn.
+      parameters: initial numbers; by default they are drawn.
       row_sparse: whether a training step writes only those rows of an input's weights that
-        the batch touches; see `DsstneRule.row_sparse`. With a weight norm it writes all.
+        the batch touches; see `DsstneRule.row_sparse`. With a weight norm it writes all rows.
       dense_targets: whether the data sets of the targets are dense.
-      weighted: whether examples have weights of their own, which `fit` is then given.
-        With SoftMax labels are then 1, not 1 / n.
-      ignore_zeros: whether only items with labels have a loss, as for `of_output`.
-      brake_steps: number of steps after which DSSTNE's brake starts anew; see `Brake`. With 0
+      weighted: whether examples have weights of their own, which are passed to `fit`.
+        Then labels with SoftMax are 1, not 1 / n.
+      ignore_zeros: whether only items with labels have a loss, as in `of_output`.
+      brake_steps: number of steps after which DSSTNE's brake is reset; see `Brake`. With 0
         there is no brake.
       rngs: random streams: "params" for the parameters, "dropout" for noise.
 
@@ -114,7 +114,7 @@ class Network(nnx.Module):
         _check_inputs(definition)
         self.output_layer = definition.ranked
         denoising = definition.denoising
-        # `check_trainable` raises the error for another number.
+        # `check_trainable` raises the error if the number is out of range.
         denoising = denoising if 0 <= denoising < 1 else 0
         self.corruption = SparseDropout(denoising, rngs=rngs)
         sharing = SharedWeights.of(definition, row_sparse=row_sparse, rngs=rngs)
@@ -130,7 +130,7 @@ class Network(nnx.Module):
                 rngs=rngs,
             )
             if layer.kind == "Output":
-                # `check_trainable` raises the error when there is something to train.
+                # `check_trainable` raises the error, but only if the network is to be trained.
                 with contextlib.suppress(NotImplementedError):
                     module.set_rule(self._rule_of(layer))
             modules.append(module)
@@ -168,7 +168,7 @@ class Network(nnx.Module):
         return None if self.output_layer is None else self._output.rule
 
     def check_trainable(self) -> None:
-        """Raises an error if the network has units, but no loss.
+        """Raises an error if the network cannot be trained; its units can still be computed.
 
         Raises:
           NotImplementedError: `of_output` refuses the loss, or two inputs have one data
@@ -195,9 +195,9 @@ class Network(nnx.Module):
         )
 
     def rank_first(self, items: int) -> None:
-        """Lets `top_k` rank only the first items, from now on: the others are padding.
+        """Makes `top_k` rank only the first `items` items from now on: the others are padding.
 
-        The probabilities of SoftMax are still of all units.
+        The probabilities of SoftMax are still over all units.
         """
         if not 1 <= items <= self.num_items:
             raise ValueError(f"{items=} must be from 1 to {self.num_items:,}")
@@ -209,13 +209,13 @@ class Network(nnx.Module):
         """The values of a layer for each row of `inputs`, without noise: `[rows, units]`.
 
         Args:
-          inputs: `[rows, features]`; or several by name, see `fit`.
-          layer: its name.
-          batch_size: rows at a time.
+            inputs: `[rows, features]`; or several inputs by name, see `fit`.
+            layer: name of the layer.
+            batch_size: number of rows that are computed together.
 
-        Raises:
-          KeyError: there is no such layer.
-          ValueError: `inputs` does not fit the network.
+          Raises:
+            KeyError: no layer has this name.
+            ValueError: `inputs` does not match the network.
         """
         self.definition.layer(layer)
         x = Inputs.of(inputs)
@@ -240,12 +240,12 @@ class Network(nnx.Module):
         Args:
           inputs: data that the network reads, in the forms that `fit` takes.
           targets: data that the network predicts, in the forms that `fit` takes.
-          weights: `[rows]`; 1 by default.
-          batch_size: rows at a time.
+            weights: `[rows]`; 1 by default.
+            batch_size: number of rows that are computed together.
 
-        Raises:
-          NotImplementedError: the network cannot be trained, see `check_trainable`.
-          ValueError: they do not fit the network or each other.
+          Raises:
+            NotImplementedError: the network cannot be trained, see `check_trainable`.
+            ValueError: data do not match the network or each other.
         """
         self.check_trainable()
         x = Inputs.of(inputs)
@@ -295,7 +295,7 @@ class Network(nnx.Module):
     def __call__(
         self, x: Any, *, deterministic: bool | None = None
     ) -> Float[Array, "batch items"]:
-        """All scores, before the activation."""
+        """The scores of all items, before the activation."""
         return self._output.scores(self._run(x, None, deterministic))
 
     def loss(
@@ -308,9 +308,9 @@ class Network(nnx.Module):
     ) -> Float[Array, ""]:
         """`sum_b weights_b loss_b`; weights are 1 by default.
 
-        With B examples whose own weights are w, `fit` gives `w_b / B`. The sparseness
-        penalty has gradients, as beside the mean loss, but is not part of the value. An
-        example of weight 0 is padding: it is not among the B, nor in a mean over the
+        With B examples whose own weights are w, `fit` passes `w_b / B`. The sparseness
+        penalty has gradients, as if added to the mean loss, but is not part of the value. An
+        example of weight 0 is padding: it is not counted in B, or in a mean over the
         batch. (DSSTNE counts it. The weight alone does not distinguish it from padding.)
 
         Raises:
@@ -345,9 +345,9 @@ class Network(nnx.Module):
         return self._output.top_k(self._run(x, None, True), k, exclude)
 
     def project(self) -> None:
-        """Divides the weights that lead to a unit where their L2 norm is too large.
+        """Scales down the weights of each unit whose L2 norm is above the layer's limit.
 
-        `fit` calls it after each step.
+        `fit` calls this method after each step.
         """
         for layer in self.layers:
             for _, source, module in layer.connected():
@@ -355,7 +355,7 @@ class Network(nnx.Module):
                     shorten(module, source.weight_norm)
 
     def parameters(self) -> Parameters:
-        """All numbers, as a network file has them, on the host."""
+        """All parameters in the layout of a network file, on the host."""
         weights, biases, normalizations = {}, {}, {}
         for layer in self.layers:
             for pair, source, module in layer.connected():
@@ -378,10 +378,10 @@ class Network(nnx.Module):
         return found[0]
 
     def _targets(self, targets: Any) -> list[tuple[Layer, Any]]:
-        """The outputs, with the data of `targets` for each.
+        """The outputs, each with its data from `targets`.
 
         Raises:
-          ValueError: there are no outputs, or `targets` do not fit them.
+          ValueError: there are no outputs, or `targets` do not match them.
         """
         first = self._output
         modules = [module for module in self.layers if module.layer.kind == "Output"]
@@ -408,7 +408,7 @@ class Network(nnx.Module):
                 layer.normalization.set(parameters.normalizations[layer.layer.name])
 
     def _run(self, x: Any, batch: Counted | None, deterministic: bool | None) -> Held:
-        """The values of the layers, without outputs that may be large."""
+        """The values of the layers, without outputs that may be too large."""
         inputs = self.definition.of_kind("Input")
         if len(inputs) == 1 and inputs[0].sparse:
             x = {name_of(inputs[0]): x}
@@ -433,7 +433,7 @@ class Network(nnx.Module):
         return held
 
     def _counted(self, weights: jax.Array | None, rows: int) -> Counted:
-        """The examples of a batch that count, by its weights."""
+        """The rows of a batch that are examples, given by its weights."""
         if weights is None:
             return Counted(jnp.ones(rows, bool), jnp.float32(1))
         exists = weights > 0
@@ -441,13 +441,13 @@ class Network(nnx.Module):
         return Counted(exists, (1 if self.weighted else jnp.sum(weights)) / count)
 
     def _penalty(self, held: Held, batch: Counted) -> jax.Array:
-        """0, with the slopes of the sparseness penalties beside the loss of the batch.
+        """A term of value 0 whose gradients are those of the sparseness penalties.
 
         With m the mean of a unit, and pi the mean m limited to 1e-6 .. 1 - 1e-6::
 
             slope = beta (-p / pi + (1 - p) / (1 - pi))
 
-        It is also applied to m where pi is at a bound, so that it pulls back a dead unit.
+        The gradient also applies to m if pi is at a bound, so that it brings back a dead unit.
         """
         count, total = batch.examples, jnp.zeros((), jnp.float32)
         for layer in self.definition.layers:
@@ -481,7 +481,7 @@ def _loss(
 
 
 def load_network(path: Path) -> Network:
-    """A trained network, from a NetCDF file of DSSTNE.
+    """Loads a trained network from one of DSSTNE's NetCDF files.
 
     >>> network = dsstne.load_network("gl.nc")
     >>> data = dsstne.read_datasets("gl_input.nc", features="features")["gl_input"]
@@ -489,8 +489,8 @@ def load_network(path: Path) -> Network:
 
     Raises:
       DataError: the file is missing, damaged or wrong.
-      NotImplementedError: a layer has a function that DSSTNE names, but has no formula
-        for.
+      NotImplementedError: DSSTNE names the function of a layer, but has no formula
+        for it.
     """
     definition, parameters = load_parameters(path)
     return Network(definition, parameters=parameters, rngs=nnx.Rngs(0))
@@ -499,21 +499,21 @@ def load_network(path: Path) -> Network:
 def save_network(path: Path, network: Network) -> None:
     """Writes a network as a NetCDF file, whole or not at all, that DSSTNE can load.
 
-    Rows must be up to date, as they are after `fit`.
+    Call it when all rows are up to date, as they are after `fit`.
 
     Raises:
-      OSError: the file cannot be written; nothing is left behind.
+      OSError: the file cannot be written; no partial file is left.
     """
     save_parameters(path, network.definition, network.parameters())
 
 
 def name_of(layer: LayerDefinition) -> str:
-    """The name by which an input is given."""
+    """The name by which data for an input is passed."""
     return layer.dataset or layer.name
 
 
 def regularization(network: Network, *, l2: float, l1: float) -> float:
-    """`l2 / 2 sum w^2 + l1 sum |w|` over all weights; biases are not among them.
+    """`l2 / 2 sum w^2 + l1 sum |w|` over all weights, without biases.
 
     Rows must be up to date; see `Optimizer.flush`.
     """
@@ -528,7 +528,7 @@ def regularization(network: Network, *, l2: float, l1: float) -> float:
 
 
 def check_parameters(definition: Definition, parameters: Parameters) -> None:
-    """Raises ValueError unless a network has the parameters."""
+    """Raises ValueError if parameters do not match the definition of a network."""
     wanted = weights_of(definition)
     for layer in definition.layers:
         for source in layer.sources if layer.has_weights else ():

@@ -1,10 +1,10 @@
 """DSSTNE's NetCDF files of trained networks.
 
-A file has everything but arrays as attributes of its root: settings of the network, of
+In a file, everything except arrays is an attribute of the root: settings of the network, of
 layer
 `i` as `layer{i}_...`, of weights `i` as `weight{i}_...`. Arrays are the variables
-`weight{i}_weights`, `weight{i}_bias`, and four of each layer with batch normalization.
-State of the update rule, the number of epochs and names of features are in none.
+`weight{i}_weights`, `weight{i}_bias`, and four for each layer with batch normalization.
+Files have no state of the update rule, number of epochs, or names of features.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from sparsejax.dsstne.layer_definition import (
 )
 from sparsejax.whole_files import check_writable, whole_file
 
-# DSSTNE's numbers for the names of choices.
+# DSSTNE's numbers for choices: a choice's number is its position.
 _KINDS = ("Input", "Hidden", "Output", "Target")
 _TYPES = ("FullyConnected", "Convolutional", "Pooling")
 _FUNCTIONS = (
@@ -69,11 +69,11 @@ _TRAINING = "sparsejax_training"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Normalization:
-    """Batch normalization of a layer: `[units]` arrays, or `[channels]` of a convolution.
+    """Batch normalization of a layer: arrays `[units]`, or `[channels]` for a convolution.
 
     Attributes:
-      scale: the normalised sums are multiplied with it.
-      bias: number that is then added to them.
+      scale: factor of the normalised sums.
+      bias: number that is then added to the sums.
       mean: running mean of the sums.
       variance: running variance of the sums.
     """
@@ -86,14 +86,14 @@ class Normalization:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parameters:
-    """The numbers of a network.
+    """The parameters of a network.
 
-    Weights and biases belong to a pair of layers, by name: the one that is read, and the
-    one that reads it.
+    Weights and biases belong to a pair of layers: the names of the source, and of the layer
+    that reads it.
 
     Attributes:
-      weights: `[in, out]` float32, or `[out, in, z, y, x]` of a convolution (as many of
-        z, y, x as its kernel has). Shared ones are only with their owner.
+      weights: `[in, out]` float32, or `[out, in, z, y, x]` for a convolution (as many of
+        z, y, x as its kernel has). Shared weights are listed under their owner only.
       biases: `[out]` float32. The biases of all sources of a layer are added.
       normalizations: arrays of the layers that have batch normalization, by name.
     """
@@ -127,7 +127,7 @@ def load_parameters(path: Path) -> tuple[Definition, Parameters]:
 
 
 def training_of(path: Path) -> str:
-    """The text on a network's training that `save_parameters` was given, or "".
+    """The text about a network's training that was passed to `save_parameters`, or "".
 
     Raises:
       DataError: the file is missing or damaged.
@@ -139,21 +139,21 @@ def training_of(path: Path) -> str:
 def save_parameters(
     path: Path, network: Definition, parameters: Parameters, *, training: str = ""
 ) -> None:
-    """Writes a network file, whole or not at all, that DSSTNE can load.
+    """Writes a network file that DSSTNE can load, whole or not at all.
 
     Args:
       path: the file.
       network: the layers.
-      parameters: their numbers.
-      training: settings of the training, as JSON of `training_of`. DSSTNE reads no
+      parameters: the parameters of the layers.
+      training: text about the training, which `training_of` returns. DSSTNE reads no
         attribute of this name.
 
     Raises:
-      OSError: the file cannot be written; nothing is left behind.
+      OSError: the file cannot be written; no partial file is left.
       ValueError: an array is missing, not finite, or has another shape.
     """
     check_writable(path)
-    # HDF5 ends the process if the disk is full, so it writes into memory.
+    # HDF5 ends the process if the disk is full, so the file is made in memory.
     image = io.BytesIO()
     with h5netcdf.File(image, "w") as file:
         _Writer(file).network(network, parameters)
@@ -181,12 +181,12 @@ class _Reader:
         return choices[number]
 
     def function(self, name: str, type: str) -> str | None:
-        """The function of a pooling layer; files may lack it for other layers, as in DSSTNE."""
+        """The function of a pooling layer. For other layers files may lack it, as in DSSTNE."""
         is_needed = type == "Pooling" or self.file.has_attribute(name)
         return self.choice(name, _FUNCTIONS) if is_needed else _FUNCTIONS[0]
 
     def count(self, name: str) -> int:
-        """How many layers, or weights, or sources of a layer."""
+        """A checked number of layers, of weights, or of a layer's sources."""
         count = self.file.count(name)
         if count > MAX_LAYERS:
             raise self.file.error(
@@ -314,7 +314,7 @@ class _Reader:
         )
 
     def connections(self) -> dict[Pair, tuple[int, Connection]]:
-        """For each pair of layers the number of its weights, and their connection."""
+        """For each pair of layers, the number of its weights, and the connection."""
         file, found = self.file, {}
         for i in range(self.count("weights")):
             at = f"weight{i}_"
@@ -545,7 +545,7 @@ class _Writer:
         shape = weight_shape(before, layer)
         self.text(f"{at}inputLayer", before.name)
         self.text(f"{at}outputLayer", layer.name)
-        # A convolution has out, in, and the kernel in x, y, z.
+        # The file has out, in, and the kernel's sizes in the order x, y, z.
         sides = (*shape[:2], *reversed(shape[2:]), 1, 1, 1)
         if layer.type == "FullyConnected":
             sides = (shape[1], shape[0], 1, 1, 1)

@@ -1,6 +1,6 @@
-"""The balanced order of columns, in which a network is trained; files keep their own.
+"""A balanced order of columns for training; files have another order.
 
-On a mesh, weights are cut into ranges of rows, one for each device. In DSSTNE's files the
+On a mesh, each device has a range of the weights' rows. In DSSTNE's files the
 first columns are often the popular ones, so the first device would do most of the work.
 """
 
@@ -18,15 +18,15 @@ from sparsejax.dsstne.definition import Definition
 from sparsejax.dsstne.layer_definition import LayerDefinition, reads
 from sparsejax.dsstne.network_files import Parameters
 
-# For a layer, by name: `[columns]`, the file's column in each place.
+# For each layer's name an array `[columns]`: the file's column at each position.
 Orders = Mapping[str, np.ndarray]
 
 
 def balanced_orders(network: Definition, data: Mapping[str, FileDataset]) -> Orders:
-    """The order of the columns of each layer that can have one; see `vocabulary_order`.
+    """The order of the columns of each layer that can be reordered; see `vocabulary_order`.
 
-    These are sparse inputs and outputs that only fully connected weights lead from or to.
-    Layers whose weights are shared have the same order.
+    These are sparse inputs and outputs that only have fully connected weights.
+    Layers whose shared weights have the columns as an axis have one order.
 
     Args:
       network: the layers.
@@ -42,9 +42,9 @@ def balanced_orders(network: Definition, data: Mapping[str, FileDataset]) -> Ord
 
 
 def in_order(dataset: FileDataset, order: np.ndarray | None) -> FileDataset:
-    """The data set with its columns in this order; None leaves it as it is.
+    """The data set with its columns in this order; unchanged if the order is None.
 
-    Its columns have no names then.
+    The columns of the result have no names.
     """
     if order is None:
         return dataset
@@ -59,7 +59,7 @@ def in_order(dataset: FileDataset, order: np.ndarray | None) -> FileDataset:
 
 
 def from_file_order(parameters: Parameters, orders: Orders) -> Parameters:
-    """A file's parameters, for a network whose columns lie in these orders."""
+    """Reorders a file's parameters for a network whose columns are in these orders."""
     weights = {
         (source, layer): _taken(array, (orders.get(source), orders.get(layer)))
         for (source, layer), array in parameters.weights.items()
@@ -78,7 +78,7 @@ def to_file_order(parameters: Parameters, orders: Orders) -> Parameters:
 
 
 def _tied(network: Definition) -> Iterable[list[str]]:
-    """The names of all layers, those together whose units shared weights belong to."""
+    """Groups the names of all layers: layers of a group share an axis of shared weights."""
     names = [layer.name for layer in network.layers]
     place = {name: at for at, name in enumerate(names)}
     ties = []
@@ -103,7 +103,7 @@ def _tied(network: Definition) -> Iterable[list[str]]:
 def _can_be_ordered(
     network: Definition, layer: LayerDefinition, data: Mapping[str, FileDataset]
 ) -> bool:
-    """Whether no place of a unit means anything: weights alone lead from or to it."""
+    """Whether the positions of units have no meaning: the layer only has dense weights."""
     if layer.kind == "Hidden" or len(layer.size) > 1:
         return False
     if not data[layer.name].is_sparse:
@@ -118,7 +118,7 @@ def _can_be_ordered(
 
 
 def _counts(dataset: FileDataset) -> np.ndarray:
-    """`[columns]` how many entries each column has in the file."""
+    """The number of entries that each column has in the file, `[columns]`."""
     rows = dataset.rows
     if isinstance(rows, Classes):
         return np.bincount(rows.ids, minlength=dataset.columns)
@@ -127,7 +127,7 @@ def _counts(dataset: FileDataset) -> np.ndarray:
 
 
 def _taken(array: np.ndarray, orders: tuple[np.ndarray | None, ...]) -> np.ndarray:
-    """The array with each of its first axes in the order of it, if it has one."""
+    """Reorders each of the array's first axes for which there is an order."""
     for axis, order in enumerate(orders):
         if order is not None:
             array = np.take(array, order, axis=axis)

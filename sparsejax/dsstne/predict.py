@@ -1,4 +1,4 @@
-"""DSSTNE's `predict`: recommendations, or the units of a layer, for samples of a text."""
+"""DSSTNE's `predict`: recommendations, or the units of a layer, for samples in a text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sparsejax.mesh.layout import put_on_mesh
 from sparsejax.verbs.recommend import recommend
 from sparsejax.whole_files import check_writable, whole_text_file
 
-# The text that stands in C behind the % of a floating-point number.
+# In C, the text after the % of a format of a floating-point number.
 _FORMAT = re.compile(r"[-+ #0]*\d{0,3}(\.\d{0,3})?[lL]?[eEfFgG]")
 
 
@@ -41,18 +41,18 @@ class Predict:
       network: the network file.
       inputs: the index file of the input's features.
       outputs: the index file of the output's features.
-      text: samples, a text file or a folder of them.
-      filters: features of samples that are not recommended, in the same form; it may be
+      text: text file of samples, or a folder of them.
+      filters: features that are not recommended to samples, in the same form; it may be
         an empty file.
       out: the file to write.
-      batch_size: samples at a time.
-      k: how many recommendations.
-      precision: how a score is printed, as C's printf has it.
+      batch_size: number of samples that are processed together.
+      k: number of recommendations for each sample.
+      precision: format of a score, as in C's printf.
       analog: whether the text has values.
       multiply: whether scores are multiplied with the filters' values, as DSSTNE did, and
-        nothing is left out. A value that is missing is 0.
-      layer: write the units of this layer, in place of recommendations.
-      mesh: such as "data=1,model=2". By default one device, or with several processes
+        nothing is excluded. A value that is missing is 0.
+      layer: name of a layer whose units are written in place of recommendations.
+      mesh: text such as "data=1,model=2". By default one device, or with several processes
         all devices along "model".
     """
 
@@ -80,8 +80,8 @@ def predict(command: Predict) -> None:
     Raises:
       DataError: a file is missing or wrong.
       FloatingPointError: a score is NaN.
-      OSError: the file cannot be written; nothing is left behind.
-      ValueError: the files do not fit each other.
+      OSError: the file cannot be written; no partial file is left.
+      ValueError: the files do not match each other.
     """
     check_writable(command.out)
     if not _FORMAT.fullmatch(command.precision):
@@ -130,7 +130,7 @@ def predict(command: Predict) -> None:
 
 
 def _printed(command: Predict, number: float | np.floating) -> str:
-    # Python's operator has the flags and lengths of C.
+    # Python's operator has the flags and widths of C's printf.
     return f"%{command.precision}" % float(number)
 
 
@@ -158,7 +158,7 @@ def _write(
 
 
 def _filters(command: Predict, samples: Names, items: Names) -> scipy.sparse.csr_array:
-    """`[samples, items]`: the values of the filters; if they only leave out, each is 1."""
+    """`[samples, items]`: the values of the filters; all are 1 if filters exclude items."""
     shape = (len(samples), len(items))
     is_file = os.path.isfile(command.filters)
     if command.filters == os.devnull or (
@@ -166,7 +166,7 @@ def _filters(command: Predict, samples: Names, items: Names) -> scipy.sparse.csr
     ):
         return scipy.sparse.csr_array(shape)
     with warnings.catch_warnings():
-        # A sample needs no filter, and a filter may have other samples.
+        # A sample may be without filter, and filters may have further samples.
         warnings.filterwarnings("ignore", "(?s).*samples of the index have no line")
         found = read_samples(
             command.filters,
@@ -190,7 +190,7 @@ def _multiplied(
     filters: scipy.sparse.csr_array,
     items: Names,
 ) -> Recommendations:
-    """The best after scores were multiplied with the filters' values."""
+    """The best items, ranked after scores were multiplied with the filters' values."""
     assert model.output_layer is not None
     output, count = model.output_layer.name, rows.num_rows
     ids = np.full((count, command.k), -1, np.int32)
@@ -212,7 +212,7 @@ def _multiplied(
 
 
 def _inputs(command: Predict, network: Definition) -> tuple[LayerDefinition, ...]:
-    """The inputs, which all read the one data set."""
+    """The inputs, all of which read the same data set."""
     inputs, wanted = network.of_kind("Input"), f"{command.dataset}_input"
     if any(layer.dataset != wanted for layer in inputs):
         there = ", ".join(repr(layer.dataset) for layer in inputs)
@@ -224,7 +224,7 @@ def _inputs(command: Predict, network: Definition) -> tuple[LayerDefinition, ...
 
 
 def _given(model: Network, rows: SparseDataset) -> Any:
-    """Rows as a network takes them."""
+    """Rows in the form that a network takes: by name if there are several inputs."""
     features = model.num_features
     return dict.fromkeys(features, rows) if isinstance(features, dict) else rows
 

@@ -1,15 +1,15 @@
 """DSSTNE's update rules.
 
-They differ from optax's: the penalties lambda and lambda1 are part of the gradient and spare
-biases, velocities hold the learning rate, roots are of `max(1e-9, v)`, Adagrad starts at 0,
-AdaDelta has no learning rate, and Adam's powers start at 2. With the gradient g of the mean
-loss::
+They differ from optax's rules: the penalties lambda and lambda1 are part of the gradient and
+do not apply to biases, velocities include the learning rate, roots are of `max(1e-9, v)`,
+Adagrad starts at 0, AdaDelta has no learning rate, and Adam's powers start at 2. With the
+gradient g of the mean loss::
 
-    g' = g + weight_decay w + l1 sign(w)     of weights, which have two dimensions or more
-    g' = g                                   of biases
+    g' = g + weight_decay w + l1 sign(w)     for weights, which have two dimensions or more
+    g' = g                                   for biases
 
-`learning_rate` is DSSTNE's alpha, `weight_decay` its lambda, `l1` its lambda1, `mu` and `mu1`
-are named as there.
+`learning_rate` is DSSTNE's alpha, `weight_decay` its lambda, `l1` its lambda1; `mu` and `mu1`
+have DSSTNE's names.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DsstneRule(Rule):
 
     elementwise = True
     takes_weight_decay = True
-    # The state that `dense` keeps; the arrays have the names that `init` gives them.
+    # The type of `dense`'s state; its arrays have the names that `init` gives them.
     dense_state: ClassVar[Any] = _Count
 
     l1: float = dataclasses.field(default=0.0, kw_only=True)
@@ -85,12 +85,12 @@ class DsstneRule(Rule):
         return self.l1 == 0
 
     def memory(self, shape: tuple[int, ...], *, rows_only: bool) -> int:
-        """Bytes that weights take in training, with their state and gradient.
+        """Bytes of memory for weights in training, with their state and gradient.
 
         Args:
           shape: shape of the weights.
           rows_only: whether they belong to a sparse input. If the rule is `row_sparse`,
-            their gradient only holds rows of a batch, and is not counted.
+            their gradient only has the rows of a batch, and is not counted.
         """
         arrays = 1 + len(self.dense_state._fields[1:])
         if not (rows_only and self.row_sparse):
@@ -149,7 +149,7 @@ class DsstneRule(Rule):
         return self.rest(w, state, lag, count)
 
     def rest(self, w, state, lag, count):
-        """`catch_up` of a rule that is `row_sparse`."""
+        """The function `catch_up` for a rule that is `row_sparse`."""
         return super().catch_up(w, state, lag, count)
 
     @property
@@ -157,7 +157,7 @@ class DsstneRule(Rule):
         return super().table_lags if self.row_sparse else 0
 
     def _penalised(self, gradient, w):
-        if jnp.ndim(w) < 2:  # a bias
+        if jnp.ndim(w) < 2:  # a bias has no penalty
             return gradient
         if self.weight_decay:
             gradient = gradient + self.weight_decay * w
@@ -187,7 +187,7 @@ class SGD(DsstneRule, LinearRule):
 
 @dataclasses.dataclass(frozen=True)
 class Momentum(DsstneRule, LinearRule):
-    """Momentum, whose velocity holds the rate.
+    """Momentum with a velocity that includes the learning rate.
 
     With g' the gradient and the penalties::
 
@@ -239,7 +239,7 @@ class Nesterov(Momentum):
 
 @dataclasses.dataclass(frozen=True)
 class _Adaptive(DsstneRule):
-    """Rules in whose state a penalty would be: row-sparse only without one."""
+    """Rules whose state depends on penalties: they are row-sparse only without a penalty."""
 
     @property
     def row_sparse(self) -> bool:
@@ -292,7 +292,7 @@ class RMSProp(_Adaptive):
 
 @dataclasses.dataclass(frozen=True)
 class AdaDelta(_Adaptive):
-    """Its step size is its own: it takes no learning rate.
+    """AdaDelta, which computes its own step size: it has no learning rate.
 
     ::
 
@@ -323,14 +323,16 @@ class AdaDelta(_Adaptive):
 
 @dataclasses.dataclass(frozen=True)
 class Adam(_Adaptive):
-    """::
+    """Adam, in DSSTNE's form.
+
+    ::
 
         m = mu m + (1 - mu) g'
         v = mu1 v + (1 - mu1) g'^2
         w -= learning_rate m / (1 - mu^(t + 1)) / (sqrt(v / (1 - mu1^(t + 1))) + 1e-8)
 
-    in step t, from 1. It is row-sparse where mu is below sqrt(mu1): otherwise rows without
-    a gradient would drift ever faster.
+    in step t, from 1. It is row-sparse if mu is below sqrt(mu1): otherwise rows without
+    a gradient would move ever faster.
     """
 
     shrinks_state = True
@@ -393,7 +395,7 @@ class Adam(_Adaptive):
 
 @dataclasses.dataclass(frozen=True)
 class Decay:
-    """A learning rate that falls: the network's `Decay`, and the intervals of a CDL file.
+    """A falling learning rate: by the network's `Decay`, and by the intervals of a CDL file.
 
     >>> rate = Decay(alpha=0.1, decay=0.5)
     >>> [round(rate(steps_done), 4) for steps_done in (0, 1, 2)]
@@ -409,7 +411,7 @@ class Decay:
       alpha: the rate of the first step.
       decay: the network's `Decay`, a factor of the count in the formula above.
       multiplier: factor by which each interval multiplies the rate.
-      steps: length of an interval; 0 is one interval without end.
+        steps: number of steps in an interval; 0 is one interval without end.
     """
 
     alpha: float
@@ -431,5 +433,5 @@ def _inverse_root(squares: jax.Array) -> jax.Array:
 
 
 def _total(mu: float, steps: Any) -> Any:
-    """`1 - mu^steps`, exact also where mu is nearly 1; `steps` is 1 or more."""
+    """`1 - mu^steps`, computed without cancellation if mu is nearly 1; `steps` is at least 1."""
     return -jnp.expm1(steps * math.log(mu)) if mu else 1.0

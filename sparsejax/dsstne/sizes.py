@@ -1,4 +1,4 @@
-"""Sizes of convolutional and pooling layers, which follow from the layers they read."""
+"""Sizes of convolutional and pooling layers, computed from the layers that they read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsejax.dsstne.layer_definition import (
 def sized(
     draft: LayerDefinition, layers: Mapping[str, LayerDefinition]
 ) -> LayerDefinition:
-    """A layer with the size that its sources give it."""
+    """Completes a layer by the size that follows from its sources."""
     if draft.kind == "Input" or draft.type == "FullyConnected":
         return draft
     padding = draft.padding
@@ -33,7 +33,7 @@ def sized(
         return dataclasses.replace(draft, size=_size_of(draft, layers))
     if given == ():
         return dataclasses.replace(draft, size=_size_of(draft, layers))
-    return draft  # and `Definition` checks it
+    return draft  # `Definition` checks it
 
 
 def check_size(layer: LayerDefinition, layers: Mapping[str, LayerDefinition]) -> None:
@@ -86,7 +86,7 @@ def _size_of(
 
 
 def _window(layer: LayerDefinition, source: LayerDefinition) -> tuple[int, ...]:
-    """The size of a layer with a window that moves over a source."""
+    """The size of a layer whose window moves over a source."""
     dimensions = len(layer.kernel)
     if len(source.size) > dimensions + 1:
         raise ValueError(
@@ -97,7 +97,7 @@ def _window(layer: LayerDefinition, source: LayerDefinition) -> tuple[int, ...]:
     places = padded_to(source.size, dimensions)
     windows = zip(places, layer.kernel, layer.stride, layer.padding, strict=False)
     for width, kernel, stride, padding in windows:
-        # The size that a convolution makes, and the size that DSSTNE reserves for it.
+        # The size of a convolution's result, and the size that DSSTNE allocates for it.
         size = (width + 2 * padding - kernel) // stride + 1
         reserved = size
         if layer.kind == "Hidden":

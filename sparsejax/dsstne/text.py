@@ -1,4 +1,4 @@
-"""DSSTNE's text form of samples, by its own rules.
+"""Reading of samples in DSSTNE's text format, by DSSTNE's rules.
 
 ::
 
@@ -10,12 +10,12 @@
 * Names are numbered in the order in which they are first seen.
 * If a sample has several lines, the last one counts.
 * A value that is missing is 0.
-* A feature that occurs several times in a line stays so.
-* Lines without a TAB and elements without a feature are skipped. Among several values in an
-  element the first counts.
-* Backslashes stand for themselves.
+* A feature that occurs several times in a line is kept several times.
+* Lines without a TAB and elements without a feature are skipped. If an element has several
+  values, the first one counts.
+* Backslashes are ordinary characters.
 
-A warning counts samples and values that were left out or made up. gzip and xz are read
+A warning counts the samples and values that were skipped or replaced. gzip and xz are read
 directly.
 """
 
@@ -56,12 +56,12 @@ _NO_VALUE = "elements have no value, which counts as 0"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Samples:
-    """The content of a text.
+    """The samples that were read from a text.
 
     Attributes:
       rows: a row for each sample, in the order of the samples' numbers.
-      features: `[n]` the name that has each number.
-      samples: `[rows]` the name that has each number.
+      features: `[n]` names of the features, by number.
+      samples: `[rows]` names of the samples, by number.
     """
 
     rows: SparseRows
@@ -69,7 +69,7 @@ class Samples:
     samples: Names
 
     def dataset(self, *, width: int | None = None) -> FileDataset:
-        """The data set that `generateNetCDF` writes, without names: index files have them.
+        """The data set that `generateNetCDF` writes. It has no names: index files have them.
 
         Args:
           width: number of columns; by default the number of features, rounded up to a
@@ -90,20 +90,20 @@ def read_samples(
 ) -> Samples:
     """Reads samples from a text file, or from all files of a folder in order of name.
 
-    Subfolders and files whose name begins with `.` are left out. Values are only read if
-    `analog` is True; otherwise text behind a comma is ignored.
+    Subfolders and files whose name begins with `.` are skipped. Values are read only if
+    `analog` is True; otherwise text after a comma is ignored.
 
     Args:
       path: the file or folder.
-      features: names of features that have the first numbers.
-      samples: names of samples that have the first numbers. A sample without a line gets
+      features: names of the features that have the first numbers.
+      samples: names of the samples that have the first numbers. A sample without a line gets
         an empty row.
-      new_features: whether other features get the numbers that follow; otherwise they are
-        left out.
+      new_features: whether other features get the next numbers; otherwise they are
+        skipped.
       analog: whether entries have values.
 
     Raises:
-      DataError: a file cannot be read, or holds no samples; a value is not a finite
+      DataError: a file cannot be read, or has no samples; a value is not a finite
         number, or a sample has an empty name.
     """
     known_features, known_samples = as_names(features), as_names(samples)
@@ -174,7 +174,7 @@ def read_samples(
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block of samples, like `sparsejax.data.sets.assemble.Block`."""
+    """The samples of a block of lines, like `sparsejax.data.sets.assemble.Block`."""
 
     samples: pa.LargeStringArray
     lengths: np.ndarray
@@ -183,7 +183,7 @@ class _Block:
 
 
 def _blocks(path: Path) -> Iterator[Lines]:
-    """The lines of a file, or of the files of a folder."""
+    """Yields the lines of a file, or of the files of a folder, in blocks."""
     files = [pathlib.Path(path)]
     if os.path.isdir(path):
         found = sorted(pathlib.Path(path).iterdir())
@@ -196,7 +196,7 @@ def _blocks(path: Path) -> Iterator[Lines]:
 
 
 def _parse(lines: Lines, analog: bool, counts: collections.Counter[str]) -> _Block:
-    """Parses whole lines, all bytes at once. Counts in `counts` the parts that are left out."""
+    """Parses whole lines, all bytes at once. `counts` gets the numbers of skipped parts."""
     data = np.frombuffer(lines.data, np.uint8)
     is_mark = (data == _NEWLINE) | (data == _TAB) | (data == _COLON) | (data == _COMMA)
     marks = np.flatnonzero(is_mark)
@@ -227,7 +227,7 @@ def _parse(lines: Lines, analog: bool, counts: collections.Counter[str]) -> _Blo
     begins = (left == _TAB) | (left == _COLON)
     entry = np.flatnonzero(begins & (ends > starts))
     has_comma = right[entry] == _COMMA
-    second = entry[has_comma] + 1  # the field behind the first comma
+    second = entry[has_comma] + 1  # the field after the first comma
     counts[_SEVERAL_VALUES] += int(np.sum(right[second] == _COMMA))
     values = None
     if analog:
@@ -252,7 +252,7 @@ def _parse(lines: Lines, analog: bool, counts: collections.Counter[str]) -> _Blo
 
 
 def _packed(rows: SparseRows) -> SparseRows:
-    """The same rows, one behind the other."""
+    """Copies the rows so that they are stored in order, without gaps."""
     lengths = rows.ends - rows.starts
     ends = np.cumsum(lengths)
     starts = ends - lengths

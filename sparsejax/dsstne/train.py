@@ -1,4 +1,4 @@
-"""DSSTNE's `train`: a network is trained on data sets of NetCDF files."""
+"""DSSTNE's `train`: trains a network on data sets in NetCDF files."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.verbs.fit import fit
 from sparsejax.whole_files import check_writable, remove_folder
 
-# How often a checkpoint is saved from which `resume` can go on.
+# Seconds between checkpoints, with which `resume` can continue.
 CHECKPOINT_SECONDS = 300
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "nesterov", "rmsprop", "adadelta", "adam")
-# Values of `-mu` and `-mu1` if they are not given. DSSTNE's second decay rate is 0, with
+# Defaults of `-mu` and `-mu1`. DSSTNE's default of the second decay rate is 0, with
 # which Adam divides by its last gradient, and diverges.
 MU = {"mu": 0.5, "mu1": 0.0}
 MU_OF_ADAM = {"mu": 0.9, "mu1": 0.999}
@@ -56,32 +56,32 @@ class Train:
     """The command `train`.
 
     Attributes:
-      config: the network's JSON.
-      inputs: a NetCDF file of data sets.
-      outputs: another one.
-      network: the network file to write.
-      overwrite: whether it may exist.
-      initial: the network file to write before training, or None.
-      batch_size: examples of a step.
-      epochs: passes over the data.
-      alpha: learning rate.
-      l2: DSSTNE's lambda, which adds `lambda w` to the gradient of a weight.
-      l1: DSSTNE's lambda1, which adds `lambda1 sign(w)`.
-      mu: momentum of the optimizers that have one.
-      mu1: second momentum, of Adam.
-      optimizer: one of `OPTIMIZERS`.
-      seed: seed of the first weights, of noise and of the order.
-      resume: whether to go on where a training of the same flags was stopped.
-      mesh: such as "data=1,model=2". By default one device, or with several processes
-        all devices along "model".
-      validation: two files, like `inputs` and `outputs`, whose error is measured after
-        each epoch.
-      interval: number of epochs after which alpha is multiplied by `multiplier`, and the brake
-        starts anew. 0: the rate stays, and the brake starts anew with each epoch.
-      multiplier: factor of alpha after each `interval`.
-      kept: beginning of the names of network files that are written during the
-        training, in place of the name `network`.
-      kept_epochs: how many epochs are between two of these files; 0: there are none.
+        config: JSON file of the network.
+        inputs: NetCDF file with the data sets of the inputs.
+        outputs: NetCDF file with the data sets of the outputs.
+        network: the network file to write.
+        overwrite: whether the network file may exist already.
+        initial: the network file to write before training, or None.
+        batch_size: number of examples in a step.
+        epochs: number of passes over the data.
+        alpha: learning rate.
+        l2: DSSTNE's lambda, which adds `lambda w` to the gradient of a weight.
+        l1: DSSTNE's lambda1, which adds `lambda1 sign(w)`.
+        mu: momentum, for optimizers that have one.
+        mu1: second momentum, for Adam.
+        optimizer: one of `OPTIMIZERS`.
+        seed: seed of the initial weights, of noise and of the order of examples.
+        resume: whether to continue an interrupted training that had equal flags.
+        mesh: text such as "data=1,model=2". By default one device, or with several processes
+          all devices along "model".
+        validation: two files, like `inputs` and `outputs`, whose error is measured after
+          each epoch.
+        interval: number of epochs after which alpha is multiplied by `multiplier`, and the brake
+          is reset. With 0 alpha is constant, and the brake is reset after each epoch.
+        multiplier: factor of alpha after each `interval`.
+        kept: start of the names of network files that are written during the
+          training, by default the name `network`.
+        kept_epochs: number of epochs between two of these files; 0 writes none.
     """
 
     config: str
@@ -113,17 +113,17 @@ def train(command: Train) -> None:
 
     Raises:
       DataError: a file is missing or wrong.
-      FileExistsError: the network file exists, and is not to be overwritten.
+      FileExistsError: the network file exists, and must not be overwritten.
       FloatingPointError: the loss is not finite.
-      ValueError: data and network do not fit each other.
+      ValueError: data and network do not match each other.
     """
-    # A training that is killed just before it ends has written its network.
+    # A training that was killed just before its end has already written its network.
     is_ending = command.resume and os.path.exists(checkpoints_of(command))
     may_exist = command.overwrite or is_ending
     if os.path.exists(command.network) and not may_exist:
         if command.resume and (ended := training_of(command.network)):
             with setting_mesh(command.mesh):
-                if made(command).name() == ended:  # killed when all was done
+                if made(command).name() == ended:  # the training was complete
                     return
         raise FileExistsError(
             f"{command.network}: already exists; remove it, or name another file"
@@ -139,17 +139,17 @@ def train(command: Train) -> None:
 
 
 def _kept(command: Train, epoch: int) -> str:
-    """The network file of an epoch that is kept."""
+    """The name of the network file that is kept after an epoch."""
     return f"{command.kept or command.network}{epoch}.nc"
 
 
 def checkpoints_of(command: Train) -> str:
-    """The folder of checkpoints, which is there until the training has ended."""
+    """The folder of checkpoints, which is removed when the training ends."""
     return f"{command.network}.checkpoints"
 
 
 def made(command: Train) -> Training:
-    """The network and its data, before training."""
+    """Makes the network and reads its data, before training."""
     data = data_of(command.inputs, command.outputs)
     sizes = {name: dataset.size for name, dataset in data.items()}
     network = Definition.load(command.config, sizes)
@@ -166,14 +166,14 @@ def made(command: Train) -> Training:
 
 
 class Training:
-    """A network with its data, by the names of layers as in `by_layer`.
+    """A network and its data. Data are given by the names of layers, as in `by_layer`.
 
     Attributes:
       model: the network.
       optimizer: its optimizer.
       orders: orders of the columns of some layers; see `order`.
-      examples: examples that it is trained on.
-      validation: examples that are measured after each epoch, or None.
+      examples: examples for training.
+      validation: examples on which the error is measured after each epoch, or None.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Training:
         [examples, *_] = [dataset.num_examples for dataset in data.values()]
         outputs = network.of_kind("Output")
         target = first_of_like({name_of(o): data[o.name] for o in outputs})
-        # The same on any mesh, so that a training can be resumed on another one.
+        # The orders do not depend on the mesh, so that a training can be resumed on another mesh.
         self.orders = balanced_orders(network, data)
         parameters = None
         if network.weights_data is not None:
@@ -207,7 +207,7 @@ class Training:
         modules = (self.model, self.optimizer)
         nnx.update(modules, put_on_mesh(nnx.state(modules)))
         self.examples = Examples.of(network, data, self.orders)
-        # The error of the last epoch. Only the first process, which prints, has it.
+        # The error of the last epoch. Only the first process, which prints it, knows it.
         self.error = math.nan
         self.validation = None
         if command.validation is not None:
@@ -215,7 +215,7 @@ class Training:
             self.validation = Examples.of(network, other, self.orders)
 
     def identity(self) -> dict[str, Any]:
-        """The settings that a training shares with the one that it goes on with."""
+        """The settings that must be equal when a training is resumed."""
         may_differ = ("epochs", "resume", "mesh")
         found = {n: v for n, v in vars(self.command).items() if n not in may_differ}
         network = repr(self.model.definition).encode()
@@ -224,7 +224,7 @@ class Training:
         }
 
     def name(self) -> str:
-        """A hash of all that decides its network, which has it."""
+        """A hash of everything that determines the trained network; its file stores the hash."""
         files = ("network", "initial", "kept", "kept_epochs")
         decide = {n: v for n, v in self.identity().items() if n not in files}
         facts = repr([*decide.items(), self.command.epochs])
@@ -259,17 +259,17 @@ class Training:
                 after_epoch=self.end_epoch,
             )
             self.save(command.network, self.name())
-        except FloatingPointError:  # after others, `-resume` can go on
+        except FloatingPointError:  # otherwise the checkpoints stay, for `-resume`
             _remove(folder)
             raise
         _remove(folder)
 
     def note(self, step: int, entry: Mapping[str, float]) -> None:
-        """Remembers the error of an epoch."""
+        """Stores the error of an epoch."""
         self.error = entry["loss"]
 
     def end_epoch(self, epoch: int) -> None:
-        """Prints how an epoch went, and keeps every tenth network."""
+        """Prints an epoch's errors and time; each `kept_epochs` epochs it writes the network."""
         command, measured = self.command, None
         self.optimizer.flush(self.model)
         penalty = regularization(self.model, l2=command.l2, l1=command.l1)
@@ -298,7 +298,7 @@ class Training:
             self.save(_kept(command, epoch))
 
     def save(self, path: str, training: str = "") -> None:
-        """Writes the network as it is now; `training` is the one that ended with it."""
+        """Writes the current network; `training` identifies the training that ended with it."""
         definition = self.model.definition
         parameters = to_file_order(self.model.parameters(), self.orders)
         processes.in_first(

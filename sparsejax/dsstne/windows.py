@@ -26,11 +26,11 @@ def convolved(
     """The sums of a convolutional layer, `[batch, units]`.
 
     Args:
-      layer: description of the layer, with the window.
-      before: the layer that is read.
-      x: its values, `[batch, its units]`.
-      kernel: the weights, of the shape of `weight_shape`.
-      bias: one number a channel.
+      layer: definition of the layer, with the window.
+      before: definition of the source.
+      x: values of the source, `[batch, its units]`.
+      kernel: the weights, with the shape `weight_shape`.
+      bias: one number for each channel.
     """
     dimensions = len(layer.kernel)
     places = "DHW"[-dimensions:]
@@ -50,12 +50,12 @@ def pooled(
     lrn: LocalResponseNormalization,
     sources: list[tuple[LayerDefinition, jax.Array]],
 ) -> jax.Array:
-    """The values of a pooling layer, from the layers that it reads: `[batch, units]`.
+    """The values of a pooling layer, computed from its sources: `[batch, units]`.
 
     Args:
-      layer: description of the layer, with the function and, if that needs one, the window.
+      layer: definition of the layer, with the function and, if the function needs one, the window.
       lrn: settings of the function LRN.
-      sources: the layers that are read, each with its values, `[batch, its units]`.
+      sources: the sources with their values, `[batch, its units]` each.
     """
     arrays = [array for _, array in sources]
     function = layer.function
@@ -83,7 +83,7 @@ def pooled(
 
 
 def _length(x: jax.Array) -> jax.Array:
-    """The L2 norm of each row; its slope is 0 at 0."""
+    """The L2 norm of each row; its derivative at 0 is 0."""
     square = jnp.sum(jnp.square(x), axis=-1)
     return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
 
@@ -104,7 +104,7 @@ def _normalised(
 
 
 def _window(layer: LayerDefinition, before: LayerDefinition, x: jax.Array) -> jax.Array:
-    """The largest or the mean value in each window; padding does not count."""
+    """The maximum or the mean in each window; padding does not count."""
     image = _image(x, before.size, len(layer.kernel))
     window = (1, 1, *reversed(layer.kernel))
     strides = (1, 1, *reversed(layer.stride))
@@ -121,7 +121,7 @@ def _window(layer: LayerDefinition, before: LayerDefinition, x: jax.Array) -> ja
 
 
 def _image(x: jax.Array, size: tuple[int, ...], dimensions: int) -> jax.Array:
-    """`[batch, channels, z, y, x]`, with as many of z, y, x as there are dimensions."""
+    """Reshapes units to `[batch, channels, z, y, x]`, with `dimensions` of the axes z, y, x."""
     sizes = (*size, *[1] * (dimensions + 1 - len(size)))
     return x.reshape(x.shape[0], sizes[dimensions], *reversed(sizes[:dimensions]))
 
