@@ -45,13 +45,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import div, rem
-from pallas_kernels.matmul_tiles import (
-    ROWS,
-    call,
-    num_programs,
-    store,
-    transforms,
-)
+from pallas_kernels.matmul_tiles import ROWS, call, num_programs, store, transforms
 from pallas_kernels.score_tiles import row_vector, spread_columns, spread_rows
 
 TILE = 128  # entries of a program's tile
@@ -349,8 +343,7 @@ def _norms(q, k, step: _Scores, spans: Spans, config: Config):
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=("thresholds", "scale", "divisor", "of_queries", "of_keys"),
+    jax.jit, static_argnames=("thresholds", "scale", "divisor", "of_queries", "of_keys")
 )
 def slopes(
     q: Float[Array, "tokens heads dim"],
@@ -1302,8 +1295,7 @@ def _run(
             ),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=row_slots),
             plgpu.Barrier(
-                num_arrivals=len(columns) * (size // ROWS) + timed,
-                num_barriers=stages,
+                num_arrivals=len(columns) * (size // ROWS) + timed, num_barriers=stages
             ),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1) if looks_up else None,

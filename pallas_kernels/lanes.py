@@ -111,11 +111,7 @@ def store_folded(target, values: jax.Array, column: int, layout) -> None:
         # 8 rows of each warp, in place of 16.
         warp = arith.shrui(_thread(), _constant(5))
         row = arith.subi(row, arith.shli(warp, _constant(3)))
-        folded = [
-            lower[0],
-            *map(arith.addf, upper[:-1], lower[1:]),
-            upper[-1],
-        ]
+        folded = [lower[0], *map(arith.addf, upper[:-1], lower[1:]), upper[-1]]
         for n, pair in enumerate(folded):
             at = arith.addi(first, _constant(column + 8 * (n - 1)))
             vector.store(pair, target, [*_index(row), *_index(at)])

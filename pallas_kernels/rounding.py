@@ -81,9 +81,7 @@ def of_columns(columns: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 
 
 def rounded(
-    x: Float32[Array, "*shape"],
-    rows: Int32[Array, "..."],
-    columns: Int32[Array, "..."],
+    x: Float32[Array, "*shape"], rows: Int32[Array, "..."], columns: Int32[Array, "..."]
 ) -> BFloat16[Array, "*shape"]:
     """`x`, rounded at random; bfloat16 numbers, infinity and NaN stay as they are.
 

@@ -142,13 +142,7 @@ def row_update(
 
     def moved(team, *operands):
         return _moved(
-            team,
-            update,
-            catch_up,
-            operands,
-            data is not None,
-            lags is not None,
-            config,
+            team, update, catch_up, operands, data is not None, lags is not None, config
         )
 
     entries = [rows, *([] if data is None else [data]), targets]

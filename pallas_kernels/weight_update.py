@@ -136,9 +136,7 @@ def weight_update(
 
                     for ref, pieces in zip(refs[: len(arrays)], smem, strict=False):
                         plgpu.copy_gmem_to_smem(
-                            ref.at[*part_of(*piece)],
-                            pieces.at[slot],
-                            ready.at[barrier],
+                            ref.at[*part_of(*piece)], pieces.at[slot], ready.at[barrier]
                         )
 
         def store(warpgroup, each_tile, smem, ready, done, free):

@@ -20,12 +20,7 @@ from sparsejax.cli import flags
 from sparsejax.cli.printing import print_metrics
 from sparsejax.cli.reading import read_features, users_of
 from sparsejax.cli.shell import names_of
-from sparsejax.data import (
-    ClickDataset,
-    SequenceDataset,
-    SparseDataset,
-    read_clicks,
-)
+from sparsejax.data import ClickDataset, SequenceDataset, SparseDataset, read_clicks
 from sparsejax.data.files import stored
 from sparsejax.data.files.names import as_names
 from sparsejax.data.files.opening import shown
@@ -34,12 +29,7 @@ from sparsejax.data.sets import writers
 from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.kind import kind_called
-from sparsejax.kinds.reading import (
-    is_saved,
-    read_file,
-    read_histories,
-    with_times,
-)
+from sparsejax.kinds.reading import is_saved, read_file, read_histories, with_times
 from sparsejax.kinds.source import item_names
 from sparsejax.mesh import processes
 from sparsejax.metrics import comparison

@@ -116,10 +116,7 @@ def _parse(argv: Sequence[str]) -> flags.Command:
         if stopped.code:
             with contextlib.suppress(SystemExit):
                 _, unknown = tyro.cli(
-                    union,
-                    return_unknown_args=True,
-                    console_outputs=False,
-                    **options,
+                    union, return_unknown_args=True, console_outputs=False, **options
                 )
                 _advise(argv, unknown)
         raise

@@ -115,9 +115,7 @@ def name_of(command: type[Options]) -> type:
     return _dataclass(command, [])
 
 
-def all_flags(
-    command: type[Options],
-) -> Iterator[tuple[dataclasses.Field[Any], Flag]]:
+def all_flags(command: type[Options]) -> Iterator[tuple[dataclasses.Field[Any], Flag]]:
     """The flags of a command, each with its option."""
     for option in dataclasses.fields(command):
         for flag in flags_of(option):

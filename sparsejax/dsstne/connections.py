@@ -185,9 +185,7 @@ def _rows_are(
 
 
 def _shares_rows(
-    definition: Definition,
-    pair: Pair,
-    group: list[tuple[LayerDefinition, Connection]],
+    definition: Definition, pair: Pair, group: list[tuple[LayerDefinition, Connection]]
 ) -> bool:
     """Whether all connections that share the weights of a pair can use one kernel by rows."""
     kinds = {

@@ -22,11 +22,7 @@ from sparsejax.dsstne.layer_definition import SparsenessPenalty
 from sparsejax.dsstne.netcdf import load
 from sparsejax.dsstne.network import Network
 from sparsejax.dsstne.network_files import load_parameters
-from sparsejax.engine.batching import (
-    batches_of,
-    held_inputs,
-    taken,
-)
+from sparsejax.engine.batching import batches_of, held_inputs, taken
 from sparsejax.mesh import processes
 from sparsejax.sparse import CSR
 from sparsejax.verbs.evaluate import evaluate
@@ -37,10 +33,7 @@ _STEP = 1e-3  # step of finite differences
 _TOLERANCE = 20 * _STEP
 _CHECKED = 200  # number of weights of each array that are checked
 
-_KEYS = (
-    *("Version", "Network", "Data", "RandomSeed", "Command"),
-    "TrainingParameters",
-)
+_KEYS = (*("Version", "Network", "Data", "RandomSeed", "Command"), "TrainingParameters")
 _TRAINING_KEYS = (
     *("Epochs", "Alpha", "AlphaInterval", "AlphaMultiplier", "mu", "lambda"),
     *("CheckpointInterval", "CheckpointName", "Optimizer", "Results"),

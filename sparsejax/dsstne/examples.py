@@ -76,8 +76,7 @@ def data_of(inputs: str, outputs: str) -> dict[str, FileDataset]:
     twice = sorted(data.keys() & others.keys())
     if twice:
         raise DataError.at(
-            outputs,
-            f"has the data set {twice[0]!r}, which {inputs} has too",
+            outputs, f"has the data set {twice[0]!r}, which {inputs} has too"
         )
     [(first, one), *rest] = [*data.items(), *others.items()]
     for name, other in rest:

@@ -44,12 +44,7 @@ _READING_LAYER = (
 )
 _KEYS_OF_KIND = {
     "Input": (*_ANY_LAYER, "DataSet"),
-    "Hidden": (
-        *_ANY_LAYER,
-        *_READING_LAYER,
-        "BatchNormalization",
-        "SparsenessPenalty",
-    ),
+    "Hidden": (*_ANY_LAYER, *_READING_LAYER, "BatchNormalization", "SparsenessPenalty"),
     "Output": (*_ANY_LAYER, *_READING_LAYER, "DataSet"),
 }
 _LAYER_KEYS = {

@@ -184,11 +184,7 @@ class Layer(nnx.Module):
         }
 
     def __call__(
-        self,
-        held: Held,
-        batch: Counted | None,
-        *,
-        deterministic: bool | None,
+        self, held: Held, batch: Counted | None, *, deterministic: bool | None
     ) -> tuple[jax.Array, jax.Array]:
         """The layer's values before and after its activation.
 

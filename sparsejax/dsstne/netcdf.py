@@ -19,12 +19,7 @@ from sparsejax.callers import needing
 from sparsejax.data import DenseDataset, SparseDataset
 from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError, Path
-from sparsejax.dsstne.datasets import (
-    Classes,
-    FileDataset,
-    SparseRows,
-    find_problem,
-)
+from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows, find_problem
 from sparsejax.dsstne.hdf5 import File, opened
 from sparsejax.dsstne.index_files import index_names
 from sparsejax.whole_files import check_writable, whole_file

@@ -25,12 +25,7 @@ from sparsejax.data.reading.sources import (
     check_inputs,
 )
 from sparsejax.dsstne.brake import Brake
-from sparsejax.dsstne.connections import (
-    SharedWeights,
-    set_array,
-    shorten,
-    stored,
-)
+from sparsejax.dsstne.connections import SharedWeights, set_array, shorten, stored
 from sparsejax.dsstne.definition import Definition, weights_of
 from sparsejax.dsstne.layer_definition import LayerDefinition, num_biases
 from sparsejax.dsstne.layers import Counted, Held, Layer, dense

@@ -17,23 +17,9 @@ from sparsejax.dsstne import rules
 from sparsejax.dsstne.datasets import FileDataset, check_fits
 from sparsejax.dsstne.definition import Definition, weights_of
 from sparsejax.dsstne.devices import setting_mesh
-from sparsejax.dsstne.examples import (
-    Examples,
-    by_layer,
-    data_of,
-    first_of_like,
-)
-from sparsejax.dsstne.network import (
-    Network,
-    check_parameters,
-    name_of,
-    regularization,
-)
-from sparsejax.dsstne.network_files import (
-    load_parameters,
-    save_parameters,
-    training_of,
-)
+from sparsejax.dsstne.examples import Examples, by_layer, data_of, first_of_like
+from sparsejax.dsstne.network import Network, check_parameters, name_of, regularization
+from sparsejax.dsstne.network_files import load_parameters, save_parameters, training_of
 from sparsejax.dsstne.order import balanced_orders, from_file_order, to_file_order
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.mesh import processes

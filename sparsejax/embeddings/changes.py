@@ -18,12 +18,7 @@ from sparsejax.embeddings import exports
 from sparsejax.embeddings.collection import collections_of
 from sparsejax.embeddings.dynamic import files
 from sparsejax.embeddings.dynamic.state import IndexState
-from sparsejax.embeddings.exports import (
-    Export,
-    Part,
-    Piece,
-    tables_of,
-)
+from sparsejax.embeddings.exports import Export, Part, Piece, tables_of
 from sparsejax.embeddings.host_rows import ROW
 from sparsejax.embeddings.stores.store import Store
 from sparsejax.optimizers.gradients import RowParam
@@ -209,9 +204,7 @@ def _check_values(link: Link, here: dict[str, nnx.Variable]) -> None:
 
 
 def _apply(
-    links: Sequence[Link],
-    parts: Sequence[Part],
-    optimizer: Optimizer | None,
+    links: Sequence[Link], parts: Sequence[Part], optimizer: Optimizer | None
 ) -> None:
     """Gives tables the changes of `change_folders.chain`; see `sparsejax.apply_changes`.
 

@@ -185,10 +185,7 @@ class EmbeddingCollection(Tables):
         return behind + jnp.pad(first[:, None], ((0, 0), (0, more), (0, 0)))
 
     def pack(
-        self,
-        ids: Mapping[str, Ids],
-        *,
-        nse: Mapping[str, int] | None = None,
+        self, ids: Mapping[str, Ids], *, nse: Mapping[str, int] | None = None
     ) -> FeatureBatch:
         """Packs the ids of a batch into one matrix for each stack, for calls to take.
 

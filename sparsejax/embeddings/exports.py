@@ -32,12 +32,7 @@ from sparsejax.embeddings.dynamic.state import layout_of
 from sparsejax.embeddings.host_rows import ROW, Touched
 from sparsejax.embeddings.placement import Stack, StackedTable
 from sparsejax.embeddings.stores.store import Hosted, Rows, Store
-from sparsejax.mesh.layout import (
-    call_with_auto_axes,
-    jit_sharded,
-    sharding_of,
-    to_host,
-)
+from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded, sharding_of, to_host
 from sparsejax.ops import index_edits
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.whole_files import check_path
@@ -279,12 +274,7 @@ def export(
             for table, some, gone in zip(tables, blocks, removed, strict=True)
         }
         link = change_folders.write(
-            folder,
-            last,
-            is_base=is_base,
-            steps=steps,
-            tables=given,
-            values=layers,
+            folder, last, is_base=is_base, steps=steps, tables=given, values=layers
         )
         changes = link.changes
         count = written + (0 if is_base else changes.rows + changes.removed)
@@ -465,11 +455,7 @@ def _words(column: Any, xp: Any) -> Any:
 
 
 def _dynamic_changes(
-    part: Part,
-    rows: Rows,
-    told: _Told,
-    piece: Piece,
-    difference: _Difference,
+    part: Part, rows: Rows, told: _Told, piece: Piece, difference: _Difference
 ) -> Iterator[_Block]:
     at = _rows_in(part.stack, piece.table, difference.changed)
     ids = _ids(told.keys, at)

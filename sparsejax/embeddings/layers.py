@@ -68,7 +68,4 @@ def relu(x: jax.Array) -> jax.Array:
     return jnp.maximum(x, 0)
 
 
-relu.defvjp(
-    lambda x: (relu(x),) * 2,
-    lambda y, slope: (jnp.where(y != 0, slope, 0),),
-)
+relu.defvjp(lambda x: (relu(x),) * 2, lambda y, slope: (jnp.where(y != 0, slope, 0),))

@@ -109,9 +109,7 @@ class _ClickModel[C: ClickModelConfig](nnx.Module):
         raise NotImplementedError
 
     def __call__(
-        self,
-        dense: Dense,
-        ids: Mapping[str, Ids] | FeatureBatch,
+        self, dense: Dense, ids: Mapping[str, Ids] | FeatureBatch
     ) -> Float[Array, "batch *labels"]:
         """The logit of each example, in float32; with several labels one for each of them."""
         logit = self._trained(dense, ids)
@@ -124,9 +122,7 @@ class _ClickModel[C: ClickModelConfig](nnx.Module):
         raise NotImplementedError
 
     def training_logits(
-        self,
-        dense: Dense,
-        ids: Mapping[str, Ids] | FeatureBatch,
+        self, dense: Dense, ids: Mapping[str, Ids] | FeatureBatch
     ) -> Float[Array, "batch *labels"]:
         """The logit whose loss `fit` lowers: that of the model with a `share` of 1."""
         return self._finished(self._trained(dense, ids), dense, ids)
@@ -503,8 +499,7 @@ class TIN(_HistoryModel[TINConfig]):
     def _pooled(self, unit, name, candidate, rows):
         known = (rows[name] != 0).any(-1)
         events = sum(
-            (rows[column] for of, column in self.beside if of == name),
-            start=rows[name],
+            (rows[column] for of, column in self.beside if of == name), start=rows[name]
         )
         here, *before = jnp.split(unit.vectors[...].astype(events.dtype), [1])
         query, size = candidate + here, known.shape[1]

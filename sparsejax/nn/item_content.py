@@ -72,9 +72,7 @@ class ContentSizes:
 
     @classmethod
     def of(
-        cls,
-        tags: scipy.sparse.csr_array | None,
-        vectors: np.ndarray | None,
+        cls, tags: scipy.sparse.csr_array | None, vectors: np.ndarray | None
     ) -> ContentSizes:
         """The sizes of `tags: [items, tags]` and `vectors: [items, numbers]`."""
         count = entries = width = 0
@@ -158,9 +156,7 @@ class ItemContent(nnx.Module):
             self.vector_kernel = nnx.Param(_init(rngs.params(), shape, jnp.float32))
 
     def set_to(
-        self,
-        tags: scipy.sparse.csr_array | None,
-        vectors: np.ndarray | None,
+        self, tags: scipy.sparse.csr_array | None, vectors: np.ndarray | None
     ) -> None:
         """Takes the content of the items, `[items, tags]` and `[items, numbers]`.
 

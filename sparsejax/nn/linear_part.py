@@ -10,12 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from sparsejax.mesh.blocks import SparseRows
-from sparsejax.mesh.layout import (
-    BY_ROWS,
-    jit_sharded,
-    out_sharding,
-    padded_rows,
-)
+from sparsejax.mesh.layout import BY_ROWS, jit_sharded, out_sharding, padded_rows
 from sparsejax.nn.closed_form import closed_form
 from sparsejax.nn.config import LinearConfig
 from sparsejax.ops.implementations import Implementation
@@ -83,9 +78,7 @@ class LinearPart(nnx.Module):
         self.set_to(*closed_form(matrix, self.config))
 
     def set_to(
-        self,
-        kernel: Float[np.ndarray, "items rank"],
-        scale: Float[np.ndarray, "items"],
+        self, kernel: Float[np.ndarray, "items rank"], scale: Float[np.ndarray, "items"]
     ) -> None:
         """Takes the arrays that `closed_form` has computed."""
         extra = len(self.scale) - len(scale)

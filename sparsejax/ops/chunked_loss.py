@@ -51,8 +51,7 @@ ROUNDED_SCORES = 2**27
 
 # (first item, slopes [batch, size], h [batch, hidden], carry) -> carry, sums [size]
 type UpdateKernel[Carry] = Callable[
-    [jax.typing.ArrayLike, jax.Array, jax.Array, Carry],
-    tuple[Carry, jax.Array | None],
+    [jax.typing.ArrayLike, jax.Array, jax.Array, Carry], tuple[Carry, jax.Array | None]
 ]
 
 

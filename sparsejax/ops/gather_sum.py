@@ -88,9 +88,7 @@ def gather_sum(
                     return summed(block, w, narrower(read, wire))
 
             return own_block(x).sums(
-                of_kernel,
-                lambda block, rows, _: summed(block, rows),
-                dtype,
+                of_kernel, lambda block, rows, _: summed(block, rows), dtype
             )
 
         return call_on_each_device(

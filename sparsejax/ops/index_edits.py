@@ -60,11 +60,7 @@ def rows_in(layout: Layout, table: int, mask: np.ndarray) -> np.ndarray:
 
 
 def check_room(
-    path: str | os.PathLike[str],
-    layout: Layout,
-    table: int,
-    name: str,
-    ids: np.ndarray,
+    path: str | os.PathLike[str], layout: Layout, table: int, name: str, ids: np.ndarray
 ) -> None:
     """Raises ValueError if a part of a table has fewer rows than these ids need.
 

@@ -384,10 +384,7 @@ def arrays(*operands: Any) -> tuple[Any, ...]:
 
 
 def check_layer(
-    h: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
-    scale: jax.Array | None,
+    h: jax.Array, kernel: jax.Array, bias: jax.Array | None, scale: jax.Array | None
 ) -> None:
     """Raises ValueError or TypeError if the operands do not make an output layer."""
     if h.ndim != 2 or kernel.ndim != 2 or h.shape[1] != kernel.shape[1]:

@@ -110,12 +110,7 @@ class RowRule(Protocol):
         ...
 
     def step(
-        self,
-        w: jax.Array,
-        state: State,
-        gradient: jax.Array,
-        numbers: Any,
-        /,
+        self, w: jax.Array, state: State, gradient: jax.Array, numbers: Any, /
     ) -> tuple[jax.Array, State]:
         """The rows after one more step with these `numbers`; they must be up to date before."""
         ...
@@ -496,10 +491,7 @@ def are_young(rule: RowRule, last: jax.Array | None, count: jax.Array) -> bool:
 
 
 def current_rows(
-    rule: RowRule,
-    trained: TrainedKernel,
-    ids: Int[Array, "capacity"],
-    passed: Passed,
+    rule: RowRule, trained: TrainedKernel, ids: Int[Array, "capacity"], passed: Passed
 ) -> Float[Array, "capacity hidden"]:
     """Copies of the rows `ids` as `settle` would write them. The kernel is not changed.
 

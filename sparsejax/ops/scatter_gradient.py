@@ -223,9 +223,7 @@ class Terms(NamedTuple):
             return by_column, data, dy
 
         by_column, data, dy = lax.cond(
-            self.unsent.crowded,
-            lambda: sized(self.gathered()),
-            lambda: sized(self),
+            self.unsent.crowded, lambda: sized(self.gathered()), lambda: sized(self)
         )
         return Terms(by_column, data, dy, self.num_rows)
 
@@ -260,9 +258,7 @@ class Terms(NamedTuple):
 
 
 def row_terms(
-    xs: Sequence[LookupRows],
-    dys: Sequence[Float[Array, "_ hidden"]],
-    num_rows: int,
+    xs: Sequence[LookupRows], dys: Sequence[Float[Array, "_ hidden"]], num_rows: int
 ) -> Terms:
     """The terms that `row_gradient` sums, from a stable sort of the entries by column."""
     if all(isinstance(x, DividedRows) and x.route is not None for x in xs):

@@ -186,10 +186,7 @@ def top_k_tuned(
 
 
 def _num_items(
-    h: jax.Array,
-    kernel: jax.Array,
-    exclude: SparseRows | None,
-    num_items: int | None,
+    h: jax.Array, kernel: jax.Array, exclude: SparseRows | None, num_items: int | None
 ) -> int:
     if exclude is not None:
         item_chunks.check_matrix("exclude", exclude, h, kernel)

@@ -32,12 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.mesh.blocks import LookupRows, ShardedCSR
 from sparsejax.mesh.exchange import DividedRows, one_each
-from sparsejax.mesh.layout import (
-    BY_ROWS,
-    axis_sizes,
-    replicated,
-    reshard_if_explicit,
-)
+from sparsejax.mesh.layout import BY_ROWS, axis_sizes, replicated, reshard_if_explicit
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
 from sparsejax.ops.gather_sum import mosaic_is_fastest

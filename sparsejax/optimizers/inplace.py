@@ -21,12 +21,7 @@ import numpy as np
 from flax import nnx
 
 from sparsejax.mesh import interrupts
-from sparsejax.mesh.layout import (
-    mesh_is_set,
-    put_on_mesh,
-    shardings_of,
-    without_mesh,
-)
+from sparsejax.mesh.layout import mesh_is_set, put_on_mesh, shardings_of, without_mesh
 
 
 def variables_of(modules: Any) -> list[nnx.Variable]:

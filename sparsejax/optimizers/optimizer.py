@@ -945,9 +945,7 @@ def _tables(rule: Rule, numbers: jax.Array, dtype: Any) -> row_update.LagTable:
     # otherwise, as after a resume. A GPU has equal bits, and would launch ten programs
     # for each step.
     return jax.lax.platform_dependent(
-        numbers,
-        cpu=functools.partial(jax.lax.map, table),
-        default=jax.vmap(table),
+        numbers, cpu=functools.partial(jax.lax.map, table), default=jax.vmap(table)
     )
 
 

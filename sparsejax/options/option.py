@@ -251,10 +251,7 @@ class Options:
         return {name: getattr(self, name) for name in shared}
 
     def _noted[T: Options](
-        self,
-        new: T,
-        given: Collection[str],
-        told: Callable[[str], None] | None = None,
+        self, new: T, given: Collection[str], told: Callable[[str], None] | None = None
     ) -> T:
         """Notes on new options which were given. `say` reaches the listener of these options."""
         object.__setattr__(new, "_given", frozenset(given))

@@ -8,14 +8,7 @@ import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sparsejax.options.option import (
-    ANY_FILE,
-    RANKING,
-    SWITCH,
-    Flag,
-    Options,
-    option,
-)
+from sparsejax.options.option import ANY_FILE, RANKING, SWITCH, Flag, Options, option
 from sparsejax.options.reading import Reading
 
 if TYPE_CHECKING:

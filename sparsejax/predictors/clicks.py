@@ -14,10 +14,7 @@ import scipy.special
 from sparsejax.data.files.name_index import NameTable
 from sparsejax.data.files.names import Names
 from sparsejax.data.sets.click_columns import ColumnReader
-from sparsejax.data.sets.click_records import (
-    check_lengths,
-    examples_of,
-)
+from sparsejax.data.sets.click_records import check_lengths, examples_of
 from sparsejax.data.sets.click_schema import (
     ClickSchema,
     KeyColumn,
@@ -85,9 +82,7 @@ class Clicks:
         return f"num_dense={self.num_dense}, features={features}, {schema}"
 
     def predict(
-        self,
-        clicks: ClickDataset | np.ndarray,
-        ids: Mapping[str, Ids] | None,
+        self, clicks: ClickDataset | np.ndarray, ids: Mapping[str, Ids] | None
     ) -> Any:
         """The probability of a click of each example, or the prediction of each label."""
         if isinstance(clicks, ClickDataset):

@@ -223,11 +223,7 @@ class Ordered(Items):
         return {name: column[numbers >= 0] for name, column in found.items()}, new
 
     def _shown(
-        self,
-        known: Known,
-        matrix: CSR,
-        times: np.ndarray | None,
-        beside: Beside | None,
+        self, known: Known, matrix: CSR, times: np.ndarray | None, beside: Beside | None
     ) -> Inputs:
         ordered = Histories(known.indptr, known.numbers.astype(np.int32), times)
         how: dict[str, Any] = {"times": times is not None, "events": self._shapes}
@@ -275,9 +271,7 @@ class Ordered(Items):
             raise ValueError("the predictor reads no times; leave out times")
 
 
-def _shapes_in(
-    features: Mapping[str, Any],
-) -> dict[str, tuple[int, ...]]:
+def _shapes_in(features: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The columns of events among inputs, and the shapes of an event's part of each."""
     found: dict[str, tuple[int, ...]] = {}
     for name, like in features.items():

@@ -35,10 +35,7 @@ from sparsejax.data.prepared.folder import DataFolder, read_rows, vocabulary_has
 from sparsejax.data.scan import Group
 from sparsejax.engine.rank.loop import one_late
 from sparsejax.engine.rank.recommendations import Recommendations
-from sparsejax.predictors.files import (
-    load_same_predictor,
-    predictor_identity,
-)
+from sparsejax.predictors.files import load_same_predictor, predictor_identity
 from sparsejax.predictors.predictor import Predictor
 
 _VERSION = 1

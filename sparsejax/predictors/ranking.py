@@ -409,11 +409,7 @@ class Items:
         return None
 
     def _shown(
-        self,
-        known: Known,
-        matrix: CSR,
-        times: np.ndarray | None,
-        beside: Beside | None,
+        self, known: Known, matrix: CSR, times: np.ndarray | None, beside: Beside | None
     ) -> Inputs:
         """Histories of known items as inputs."""
         return Inputs({"inputs": NamedCSR("histories", matrix)}, alone=True)

@@ -351,11 +351,7 @@ def _best_of_all(
     h: jax.Array, layer: _Layer, exclude: CSR, k: int
 ) -> tuple[jax.Array, ...]:
     """The best of the items that a matrix does not have."""
-    options = {
-        "bias": layer.bias,
-        "scale": layer.scale,
-        "precision": layer.precision,
-    }
+    options = {"bias": layer.bias, "scale": layer.scale, "precision": layer.precision}
     best: Callable[..., tuple[jax.Array, ...]] = top_k
     if layer.coarse is not None:
         best = functools.partial(coarse_top_k.coarse_top_k, coarse=layer.coarse)

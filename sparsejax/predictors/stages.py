@@ -20,11 +20,7 @@ from sparsejax.data.files.names import Names
 from sparsejax.data.reading.histories import HISTORIES, TIMES
 from sparsejax.data.reading.sources import Inputs, NamedArray, NamedCSR
 from sparsejax.data.sets.click_columns import ColumnReader
-from sparsejax.data.sets.click_records import (
-    cells_of,
-    check_lengths,
-    examples_of,
-)
+from sparsejax.data.sets.click_records import cells_of, check_lengths, examples_of
 from sparsejax.data.sets.click_schema import ClickSchema, KeyColumn, vocabularies_of
 from sparsejax.data.sets.sequences import Histories
 from sparsejax.engine.rank.denied import denied_items

@@ -215,9 +215,7 @@ def _is_like(found: dict[int, float], stored: dict[int, float], most: float) -> 
     )
 
 
-def _first_row(
-    outputs: Sequence[np.ndarray],
-) -> tuple[np.ndarray | None, np.ndarray]:
+def _first_row(outputs: Sequence[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray]:
     """Ids and scores of the items of a row, or its logit, or that of each label."""
     if len(outputs) == 1:
         return None, outputs[0][:1].reshape(-1)

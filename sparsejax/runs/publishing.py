@@ -109,11 +109,7 @@ def _newest(folder: pathlib.Path) -> tuple[int, Predictor | None]:
 
 
 def _check_before(
-    folder: pathlib.Path,
-    number: int,
-    before: Predictor,
-    gate: Gate | None,
-    kind: Kind,
+    folder: pathlib.Path, number: int, before: Predictor, gate: Gate | None, kind: Kind
 ) -> None:
     """Raises ValueError if a run cannot follow a version, or be compared with it."""
     found = kind_called(before.signature.kind)

@@ -13,11 +13,7 @@ from typing import Any
 import jax
 
 from sparsejax.codec import Config
-from sparsejax.data import (
-    ClickDataset,
-    SequenceDataset,
-    SparseDataset,
-)
+from sparsejax.data import ClickDataset, SequenceDataset, SparseDataset
 from sparsejax.data.sets.click_schema import ClickSchema
 from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.engine.rank.recommendations import Recommendations

@@ -10,12 +10,7 @@ from typing import Any
 from flax import nnx
 
 from sparsejax.codec import Config
-from sparsejax.data import (
-    ClickDataset,
-    ItemFeatures,
-    SequenceDataset,
-    SparseDataset,
-)
+from sparsejax.data import ClickDataset, ItemFeatures, SequenceDataset, SparseDataset
 from sparsejax.kinds.content import check_same_sizes, content_of, fitting
 from sparsejax.kinds.kind import kind_of
 from sparsejax.optimizers.optimizer import Optimizer

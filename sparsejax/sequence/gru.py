@@ -45,11 +45,7 @@ class GRU(SequenceModel):
         self.blocks = nnx.List(Gated(config, rngs=rngs) for _ in range(config.blocks))
 
     def __call__(
-        self,
-        histories: Ids,
-        times: Times = None,
-        *,
-        events: EventColumns | None = None,
+        self, histories: Ids, times: Times = None, *, events: EventColumns | None = None
     ) -> Vectors:
         """The hidden vector of each place. Times make no difference."""
         x = self.embed(histories, events)

@@ -32,12 +32,7 @@ from sparsejax.nn.sampled import NegativeSampler, sample_with_batch
 from sparsejax.optimizers.gradients import RowParam, is_divided, rows_of_parts
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig, operand_dtype
-from sparsejax.sequence.events import (
-    EventColumns,
-    EventSizes,
-    EventVectors,
-    NextEvent,
-)
+from sparsejax.sequence.events import EventColumns, EventSizes, EventVectors, NextEvent
 from sparsejax.sequence.tokens import PADDING, Dropout, Tokens
 from sparsejax.sequence.turns import (
     Picked,
@@ -200,11 +195,7 @@ class SequenceModel(nnx.Module):
         return self.output.num_items
 
     def __call__(
-        self,
-        histories: Ids,
-        times: Times = None,
-        *,
-        events: EventColumns | None = None,
+        self, histories: Ids, times: Times = None, *, events: EventColumns | None = None
     ) -> Vectors:
         """The hidden vector of each place.
 
@@ -478,12 +469,7 @@ class SequenceModel(nnx.Module):
             return self.output.cross_entropy(h, targets, weights=weights)
         negatives, log_q = drawn
         return self.output.sampled_cross_entropy(
-            h,
-            targets,
-            negatives,
-            log_q=log_q,
-            weights=weights,
-            dtype=self._score_dtype,
+            h, targets, negatives, log_q=log_q, weights=weights, dtype=self._score_dtype
         )
 
     @property
@@ -570,22 +556,14 @@ class SequenceModel(nnx.Module):
         )
 
     def last(
-        self,
-        histories: Ids,
-        times: Times = None,
-        *,
-        events: EventColumns | None = None,
+        self, histories: Ids, times: Times = None, *, events: EventColumns | None = None
     ) -> Float[Array, "batch width"]:
         """The hidden vector of each history's last item."""
         h = self(histories, times, **_columns(events))
         return _at_the_end(h, self._with_users(histories))
 
     def queries(
-        self,
-        histories: Ids,
-        times: Times = None,
-        *,
-        events: EventColumns | None = None,
+        self, histories: Ids, times: Times = None, *, events: EventColumns | None = None
     ) -> Float[Array, "batch width"]:
         """The vectors that `top_k` multiplies with the items' vectors."""
         return self.output.queries(self.last(histories, times, **_columns(events)))
@@ -741,11 +719,7 @@ class TokenModel(SequenceModel):
         return self.norm(x)
 
     def __call__(
-        self,
-        histories: Ids,
-        times: Times = None,
-        *,
-        events: EventColumns | None = None,
+        self, histories: Ids, times: Times = None, *, events: EventColumns | None = None
     ) -> Vectors:
         self._check_length(histories.shape[1])
         events = self._events_of(events, histories)
@@ -759,11 +733,7 @@ class TokenModel(SequenceModel):
         return jnp.where(broken[:, None, None], jnp.nan, h)
 
     def last(
-        self,
-        histories: Ids,
-        times: Times = None,
-        *,
-        events: EventColumns | None = None,
+        self, histories: Ids, times: Times = None, *, events: EventColumns | None = None
     ) -> Float[Array, "batch width"]:
         """The hidden vector of each history's last item.
 

@@ -106,11 +106,7 @@ class WithNeighbours(SequenceModel):
         )
 
     def last(
-        self,
-        histories: Ids,
-        times: Times = None,
-        *,
-        events: EventColumns | None = None,
+        self, histories: Ids, times: Times = None, *, events: EventColumns | None = None
     ) -> Float[Array, "batch width"]:
         self._events_of(events, histories)
         h = self.model.output.hidden_operand(self.model.last(histories, times))

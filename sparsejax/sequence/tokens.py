@@ -12,12 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from sparsejax.mesh.layout import (
-    call_on_each_device,
-    dealt,
-    mesh_is_set,
-    num_devices,
-)
+from sparsejax.mesh.layout import call_on_each_device, dealt, mesh_is_set, num_devices
 from sparsejax.ops.history_attention import history_attention
 from sparsejax.ops.implementations import Implementation
 from sparsejax.sparse import segment_ids, sums_so_far

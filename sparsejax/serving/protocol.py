@@ -279,8 +279,7 @@ def checked_shape(shape: Sequence[Any], where: str) -> tuple[int, ...]:
     are_sizes = all(type(size) is int and 0 <= size < 2**31 for size in shape)
     if not are_sizes or not 1 <= len(shape) <= _MOST_DIMENSIONS:
         raise RefusedError(
-            422,
-            f"{where}: the shape must be [n] or [rows, n], got {[*shape]!r:.60}",
+            422, f"{where}: the shape must be [n] or [rows, n], got {[*shape]!r:.60}"
         )
     return tuple(shape)
 
@@ -368,11 +367,7 @@ def finite(given: np.ndarray, where: str, missing: bool = False) -> np.ndarray:
 
 
 def of_bytes(
-    data: memoryview,
-    datatype: str,
-    where: str,
-    limits: Limits,
-    missing: bool = False,
+    data: memoryview, datatype: str, where: str, limits: Limits, missing: bool = False
 ) -> Any:
     """The elements of binary data. `missing`, NaN stands for a missing number.
 

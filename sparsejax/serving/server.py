@@ -98,12 +98,7 @@ def run(
 
 
 async def _serve(
-    path,
-    name: str,
-    settings: Settings,
-    at: Address,
-    grace: float,
-    watch: float | None,
+    path, name: str, settings: Settings, at: Address, grace: float, watch: float | None
 ) -> None:
     begun = time.monotonic()
     service = Service(name, settings)

@@ -76,9 +76,7 @@ def predict(
     workers.check_workers(session)
     count = prediction.count
     task = functools.partial(
-        _write,
-        arguments=codec.text(prediction.arguments),
-        identity=prediction.identity,
+        _write, arguments=codec.text(prediction.arguments), identity=prediction.identity
     )
     results = workers.map_batches(
         session.range(0, count, 1, count),

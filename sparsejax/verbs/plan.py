@@ -15,12 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.engine.train import dispatch
-from sparsejax.engine.train.footprint import (
-    Footprint,
-    Workload,
-    fitting,
-    laid_out,
-)
+from sparsejax.engine.train.footprint import Footprint, Workload, fitting, laid_out
 from sparsejax.engine.train.resident import Resident
 from sparsejax.kinds.kind import kind_of
 from sparsejax.mesh.layout import (

@@ -17,30 +17,11 @@ from sparsejax.data.reading.sources import (
     check_same_features,
     features_of,
 )
-from sparsejax.engine.batching import (
-    batches_of,
-    held_inputs,
-    rows_in_a_batch,
-)
-from sparsejax.engine.rank.denied import (
-    denied_items,
-    mask_of,
-    rows_at_a_time,
-)
-from sparsejax.engine.rank.loop import (
-    collect,
-    denying,
-    each,
-    exclusion,
-    rows_of,
-)
+from sparsejax.engine.batching import batches_of, held_inputs, rows_in_a_batch
+from sparsejax.engine.rank.denied import denied_items, mask_of, rows_at_a_time
+from sparsejax.engine.rank.loop import collect, denying, each, exclusion, rows_of
 from sparsejax.engine.rank.recommendations import Recommendations
-from sparsejax.engine.rank.recommender import (
-    Recommender,
-    can_deny,
-    recommended,
-    split,
-)
+from sparsejax.engine.rank.recommender import Recommender, can_deny, recommended, split
 from sparsejax.kinds.kind import kind_of
 from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.mesh.promotion import promoting

@@ -24,12 +24,7 @@ from sparsejax.data.files.names import (
     quoted,
     to_arrow,
 )
-from sparsejax.data.reading.sources import (
-    Features,
-    Sources,
-    check_inputs,
-    features_of,
-)
+from sparsejax.data.reading.sources import Features, Sources, check_inputs, features_of
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.batching import (
     Shown,

@@ -104,9 +104,7 @@ def _of_path(path: Path) -> list[Piece]:
         raise DataError.at(path, "is a directory without a file that is not empty")
     return [
         Piece(
-            file.path,
-            file=file if file.is_parquet else None,
-            constants=file.constants,
+            file.path, file=file if file.is_parquet else None, constants=file.constants
         )
         for file in parquet.with_same_constants(files)
     ]

@@ -297,7 +297,7 @@ def record_blocks(
                 has_warned = True
                 tell(
                     f"{shown(path)}:{again[0]}: the header stands here again, as where "
-                    "files were joined; this line and others like it are left out",
+                    "files were joined; this line and others like it are left out"
                 )
         if lines.data.strip():
             yield lines

@@ -46,11 +46,7 @@ class Events:
     take: Callable[[Cells], object] | None = None
 
     def __init__(
-        self,
-        path: Path,
-        blocks: Iterator[Block],
-        wrong: Wrong,
-        columns: Columns | None,
+        self, path: Path, blocks: Iterator[Block], wrong: Wrong, columns: Columns | None
     ):
         self.path, self.columns, self.wrong = path, columns, wrong
         self._error: BaseException | None = None

@@ -119,10 +119,7 @@ class Entries:
         for leaf in of_rows.values():
             leaf[rows < 0] = 0
         return dataclasses.replace(
-            self,
-            indptr=indptr,
-            columns=taken(self.columns, entries),
-            of_rows=of_rows,
+            self, indptr=indptr, columns=taken(self.columns, entries), of_rows=of_rows
         )
 
     def slice(self, start: int, stop: int) -> Self:

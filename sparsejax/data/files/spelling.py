@@ -195,9 +195,7 @@ def has_only_digits(vocabulary: pa.Array) -> bool:
     if not len(vocabulary):
         return False
     is_whole = pc.call_function(
-        "match_substring_regex",
-        [vocabulary],
-        pc.MatchSubstringOptions(r"\A-?[0-9]+\z"),
+        "match_substring_regex", [vocabulary], pc.MatchSubstringOptions(r"\A-?[0-9]+\z")
     )
     return not is_whole.false_count
 

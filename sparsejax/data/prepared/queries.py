@@ -73,11 +73,9 @@ def pairs(
       timed: whether events have times.
       sides: whether a time splits the events.
     """
-    merge = {
-        "add": dialect.total,
-        "last": dialect.latest,
-        "max": dialect.largest,
-    }[duplicates]
+    merge = {"add": dialect.total, "last": dialect.latest, "max": dialect.largest}[
+        duplicates
+    ]
     columns = ["name", "item"]
     for side in ["", "later_"] if sides else [""]:
         value, time = f"{side}value", f"{side}time"

@@ -29,19 +29,10 @@ from sparsejax.data.files.spelling import (
     is_number,
     is_text,
 )
-from sparsejax.data.reading.item_features import (
-    FEW_TEXTS,
-    ONCE,
-    one_array,
-    whole_table,
-)
+from sparsejax.data.reading.item_features import FEW_TEXTS, ONCE, one_array, whole_table
 from sparsejax.data.sets.click_files import Paths, as_paths, click_blocks
 from sparsejax.data.sets.click_records import table_of
-from sparsejax.data.sets.click_schema import (
-    ClickSchema,
-    DenseColumn,
-    VocabularyColumn,
-)
+from sparsejax.data.sets.click_schema import ClickSchema, DenseColumn, VocabularyColumn
 from sparsejax.data.sets.dataset import SparseDataset
 from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.data.sets.events import EventReader, Events, UserFeatures

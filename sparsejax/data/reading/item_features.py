@@ -263,11 +263,7 @@ class _Read(NamedTuple):
         return DataError.at(self.path, f"column {column!r}{of} {problem}")
 
     def column(
-        self,
-        name: str,
-        column: pa.Array,
-        tags: Collection[str],
-        words: Collection[str],
+        self, name: str, column: pa.Array, tags: Collection[str], words: Collection[str]
     ) -> _Tags | _Vectors:
         """A column as content, as its type and the options say."""
         type_ = column.type

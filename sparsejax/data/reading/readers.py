@@ -300,10 +300,7 @@ def _parquet(path: Path, asked: Asked, features: Features) -> SparseDataset:
 
 
 def _saved(
-    path: Path,
-    load: Callable[[], SparseDataset],
-    asked: Asked,
-    features: Features,
+    path: Path, load: Callable[[], SparseDataset], asked: Asked, features: Features
 ) -> SparseDataset:
     """A saved data set, read by `load`."""
     if asked.chosen:

@@ -188,12 +188,7 @@ def scan_parquet(
         names, are_ones = found.features, indicator or not found.kind
         return ScannedDataset(path, names, are_ones, chunk_rows, found.groups)
     layout = tables.find_table_layout(
-        first,
-        schema,
-        chosen,
-        indicator=indicator,
-        with_user=False,
-        with_time=False,
+        first, schema, chosen, indicator=indicator, with_user=False, with_time=False
     )
     groups, names, _ = scan_tables.find_rows(path, files, layout, features)
     valued = layout.value is not None

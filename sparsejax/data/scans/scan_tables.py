@@ -16,12 +16,7 @@ from sparsejax.data.events.block import Block, Cells, encoded_names
 from sparsejax.data.events.tables import TableLayout
 from sparsejax.data.files import spelling
 from sparsejax.data.files.entries import Entries, joined, known
-from sparsejax.data.files.names import (
-    FeatureNames,
-    Names,
-    of_features,
-    to_arrow,
-)
+from sparsejax.data.files.names import FeatureNames, Names, of_features, to_arrow
 from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.files.parquet import ParquetPath
 from sparsejax.data.scan import Group

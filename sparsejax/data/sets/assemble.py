@@ -128,10 +128,7 @@ class Encoded(NamedTuple):
 
 
 def encode(
-    blocks: Iterable[Block],
-    path: Path,
-    *,
-    has_vocabulary: bool = False,
+    blocks: Iterable[Block], path: Path, *, has_vocabulary: bool = False
 ) -> Encoded:
     """Joins the blocks of one file and numbers its names; `assemble` describes the order.
 
@@ -149,8 +146,7 @@ def encode(
         num_entries += len(block.features)
         if num_entries > MAX_ENTRIES:
             raise DataError.at(
-                path,
-                f"more than {MAX_ENTRIES:,} entries; split the file by rows",
+                path, f"more than {MAX_ENTRIES:,} entries; split the file by rows"
             )
         if block.lengths is not None:
             lengths.append(as_int32("a list", block.lengths))
@@ -192,8 +188,5 @@ def align_to[Data: NamedRows](dataset: Data, features: Any, path: Path) -> Data:
     except ValueError as error:
         raise DataError.at(path, str(error)) from error
     if unknown:
-        warn_caller(
-            f"{shown(path)}: {unknown}",
-            UnknownFeaturesWarning,
-        )
+        warn_caller(f"{shown(path)}: {unknown}", UnknownFeaturesWarning)
     return aligned

@@ -19,11 +19,7 @@ from sparsejax.data.sets.click_columns import (
     warn_of_lists,
     with_fixed,
 )
-from sparsejax.data.sets.click_schema import (
-    RARE,
-    ClickSchema,
-    num_ids,
-)
+from sparsejax.data.sets.click_schema import RARE, ClickSchema, num_ids
 from sparsejax.data.sets.click_storage import Ids
 from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds

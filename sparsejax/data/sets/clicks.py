@@ -642,12 +642,7 @@ def known_vocabularies(
     return {name: as_names(vocabulary[name]) for name in wanted}
 
 
-def join_ids(
-    path: Paths,
-    name: str,
-    parts: list[Numbered],
-    size: int,
-) -> Ids:
+def join_ids(path: Paths, name: str, parts: list[Numbered], size: int) -> Ids:
     """The ids of all blocks.
 
     Args:

@@ -26,11 +26,7 @@ from sparsejax.data.sets.split import (
     parts_at,
     warn_of_repeats,
 )
-from sparsejax.data.sets.splits import (
-    Split,
-    split_by_share,
-    split_entries,
-)
+from sparsejax.data.sets.splits import Split, split_by_share, split_entries
 from sparsejax.sparse import CSR, as_int32
 
 # Columns of entries that a data set has beside its matrix, if times are known.

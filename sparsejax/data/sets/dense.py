@@ -57,10 +57,7 @@ class DenseDataset:
         return len(self.values)
 
     def align_rows(
-        self,
-        rows: RowNames | Iterable[object],
-        *,
-        fill: float | None = None,
+        self, rows: RowNames | Iterable[object], *, fill: float | None = None
     ) -> DenseDataset:
         """Selects the rows with the given names, in the given order.
 

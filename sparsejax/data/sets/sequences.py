@@ -16,13 +16,7 @@ from sparsejax.data.files.entries import Entries, offsets
 from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.sets.dataset import SparseDataset, events_of_pairs
-from sparsejax.data.sets.events import (
-    Events,
-    UserFeatures,
-    named,
-    of_stated,
-    stated,
-)
+from sparsejax.data.sets.events import Events, UserFeatures, named, of_stated, stated
 from sparsejax.data.sets.named_rows import NamedRows, check_times, checked_left_out
 from sparsejax.data.sets.split import (
     Repeats,
@@ -33,11 +27,7 @@ from sparsejax.data.sets.split import (
     heldout_entries,
     parts_at,
 )
-from sparsejax.data.sets.splits import (
-    Split,
-    split_by_share,
-    split_entries,
-)
+from sparsejax.data.sets.splits import Split, split_by_share, split_entries
 from sparsejax.sparse import CSR, as_int32
 
 

@@ -305,7 +305,7 @@ def warn_of_repeats(repeated: int, heldout: int) -> None:
             "them when the data was read, and the latest event gives the time. So they "
             "are held out as if they were new. To split by events, use split_at, or use "
             "read_sequences(...).split_last(...) and to_sparse() of its parts (on the "
-            "command line: split --by time, or split --histories)",
+            "command line: split --by time, or split --histories)"
         )
 
 

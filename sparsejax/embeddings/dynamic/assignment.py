@@ -461,11 +461,7 @@ def find(
 
 
 def find_at_owners(
-    stack: Stack,
-    index: Index,
-    sent: SentKeys,
-    *,
-    implementation: Implementation = None,
+    stack: Stack, index: Index, sent: SentKeys, *, implementation: Implementation = None
 ) -> SentKeys:
     """`find` for ids that were sent."""
 

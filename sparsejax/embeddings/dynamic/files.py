@@ -16,12 +16,7 @@ from jax.typing import ArrayLike
 
 from sparsejax import row_files
 from sparsejax.embeddings import table_files
-from sparsejax.mesh.layout import (
-    BY_ROWS,
-    call_with_auto_axes,
-    jit_sharded,
-    replicated,
-)
+from sparsejax.mesh.layout import BY_ROWS, call_with_auto_axes, jit_sharded, replicated
 from sparsejax.ops import index_edits
 from sparsejax.whole_files import check_writable, whole_file
 

@@ -38,12 +38,7 @@ from sparsejax.engine.batching import (
     rows_in_a_batch,
 )
 from sparsejax.engine.rank.denied import denied_items, mask_of
-from sparsejax.engine.rank.loop import (
-    check_scores,
-    denying,
-    exclusion,
-    indicator,
-)
+from sparsejax.engine.rank.loop import check_scores, denying, exclusion, indicator
 from sparsejax.engine.rank.popularity import Popularity, column_counts
 from sparsejax.engine.rank.recommender import (
     Recommender,
@@ -719,7 +714,7 @@ def _tell_of_missed(
     total = int(_num_entries(heldout)[rows].sum())
     warn_caller(
         f"{missed:,} of {total:,} held-out entries ({missed / total:.1%}) are {why}: they "
-        f"cannot be found and count as missed{advice}",
+        f"cannot be found and count as missed{advice}"
     )
 
 

@@ -10,22 +10,14 @@ import jax
 import numpy as np
 
 from sparsejax.data.reading.sources import Inputs, Named, NamedCSR, find_rows
-from sparsejax.engine.batching import (
-    Batch,
-    Batches,
-    Held,
-    for_batches,
-)
+from sparsejax.engine.batching import Batch, Batches, Held, for_batches
 from sparsejax.engine.rank.denied import with_denied
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.sparse import CSR, host_rows
 
 
 def collect(
-    x: Named,
-    k: int,
-    counts: Sequence[int],
-    results: Iterable[tuple[jax.Array, ...]],
+    x: Named, k: int, counts: Sequence[int], results: Iterable[tuple[jax.Array, ...]]
 ) -> Recommendations:
     """The first `k` recommendations of each row, from the results of all batches.
 

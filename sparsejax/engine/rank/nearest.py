@@ -124,11 +124,6 @@ def _operand(
 @functools.partial(jax.jit, static_argnames=("k", "num_items", "spec"))
 def _nearest(h, kernel, k: int, num_items: int, spec: P | None):
     found = top_k(
-        h,
-        kernel,
-        k,
-        num_items=num_items,
-        kernel_spec=spec,
-        precision="highest",
+        h, kernel, k, num_items=num_items, kernel_spec=spec, precision="highest"
     )
     return replicated(found)

@@ -53,10 +53,7 @@ def train(
 ) -> list[dict[str, float]]:
     """Trains a model in place. Returns an entry for each epoch, see `fit`."""
     examples = job.examples
-    settings = {
-        **{name: getattr(how, name) for name in _SETTINGS},
-        **job.settings,
-    }
+    settings = {**{name: getattr(how, name) for name in _SETTINGS}, **job.settings}
     if job.metric is not None:  # it is the score of checkpoints
         settings["metric"] = job.metric
     if isinstance(examples, Stream):  # by default it depends on the devices' memory
@@ -239,7 +236,7 @@ class _Training:
         warn_caller(
             f"in {overflows:,.0f} of {steps:,} steps the devices had too few places for the "
             "ids that they exchange, and gathered all of them, which takes longer; give "
-            "fit a larger exchange_room",
+            "fit a larger exchange_room"
         )
 
     def _run_epoch(self) -> None:

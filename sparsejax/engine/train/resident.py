@@ -253,10 +253,7 @@ class Examples:
 
     @classmethod
     def of(
-        cls,
-        inputs: Sources | Inputs,
-        targets: Targets,
-        weights: ArrayLike | None,
+        cls, inputs: Sources | Inputs, targets: Targets, weights: ArrayLike | None
     ) -> Examples:
         """Matches the rows.
 

@@ -142,10 +142,7 @@ class Replay:
         return LagTable(by_lag, jnp.append(nodes, few.astype(dtype)))
 
     def sum_of(
-        self,
-        root: jax.Array,
-        weights: Sequence[jax.Array],
-        shared: Sequence[jax.Array],
+        self, root: jax.Array, weights: Sequence[jax.Array], shared: Sequence[jax.Array]
     ) -> jax.Array:
         """The factor of `m`: the sum over the missed steps.
 
