@@ -475,10 +475,7 @@ def remove_before_base(folder: str | os.PathLike[str], link: Link) -> None:
         found = numbers(folder)
         while link.manifest.base is not None and link.manifest.number - 1 in found:
             link = read(folder, link.manifest.number - 1)
-    except (
-        OSError,
-        ValueError,
-    ):  # a manifest is damaged; reading it later raises the error
+    except (OSError, ValueError):  # a damaged manifest: its reader gets the error
         return
     for each in found:
         if each < link.manifest.number:

@@ -272,9 +272,7 @@ def _check_parent(path: pathlib.Path) -> None:
 def _replacing(path: _Path) -> Generator[pathlib.Path]:
     """Yields a temporary path for a file, and renames the file to `path` when the block ends."""
     check_path(path)
-    path = pathlib.Path(
-        path
-    ).resolve()  # a symbolic link is kept, its target is replaced
+    path = pathlib.Path(path).resolve()  # replace the target of a symbolic link
     with _hidden(path.parent, path) as temporary:
         yield temporary
         os.replace(temporary, path)

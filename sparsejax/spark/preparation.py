@@ -61,12 +61,8 @@ from sparsejax.spark.workers import check_workers, clear_errors, map_batches
 # than MANY_TASKS tasks.
 TASK_ENTRIES, MANY_TASKS, MANY_ENTRIES = 2**20, 256, 2**24
 
-_BROADCAST_ITEMS = (
-    2**20
-)  # up to so many items, their codes are broadcast to all workers
-_INDEX_BITS = (
-    33  # lower bits of `monotonically_increasing_id`: the place in a partition
-)
+_BROADCAST_ITEMS = 2**20  # the codes of up to so many items go to all workers
+_INDEX_BITS = 33  # bits of `monotonically_increasing_id` for the place in a partition
 
 
 @verb(PrepareFrame)

@@ -133,10 +133,7 @@ class RunCopy:
             while not end.wait(_SECONDS):
                 try:
                     self.save()
-                except (
-                    OSError,
-                    ValueError,
-                ):  # the store has failed; the next round tries again
+                except (OSError, ValueError):  # the store failed; it is tried again
                     traceback.print_exc()
 
         thread = threading.Thread(target=keep, daemon=True)

@@ -79,9 +79,8 @@ def text_cells(
         cells, problem = _text_cells(lines, indicator=indicator)
         if problem is not None:
             line, message = problem
-            before = lines.data.split(b"\n", line)[
-                :line
-            ]  # earlier lines may have other faults
+            # Faults in earlier lines are reported first.
+            before = lines.data.split(b"\n", line)[:line]
             whole = dataclasses.replace(lines, data=b"".join(b + b"\n" for b in before))
             if line:
                 yield _text_cells(whole, indicator=indicator)[0]

@@ -134,9 +134,8 @@ class Place:
                 file.flush()
                 os.fsync(file.fileno())
             return
-        with (
-            tempfile.TemporaryFile() as file
-        ):  # the system removes it if the process is killed
+        # The system removes this file if the process is killed.
+        with tempfile.TemporaryFile() as file:
             yield file
             file.flush()
             # In one call: a signal between two calls would publish a partial file.

@@ -12,9 +12,7 @@ _P3 = np.uint64(1609587929392839161)
 _P4 = np.uint64(9650029242287828579)
 _P5 = np.uint64(2870177450012600261)
 _STRIPE = 32  # bytes that the four lanes consume in a round
-_TOGETHER = (
-    2**16
-)  # texts that are hashed at a time, so that temporary arrays stay small
+_TOGETHER = 2**16  # texts hashed at a time, so that temporary arrays stay small
 
 
 def xxh64(texts: pa.LargeStringArray) -> np.ndarray:

@@ -197,9 +197,8 @@ class SavedFiles(NamedTuple):
         events = columns[0]
         for other in columns[1:]:
             if events is not None and other is not None:
-                events = events.joined(
-                    other
-                )  # with room for the longest lists of all files
+                # The result has room for the longest lists of all files.
+                events = events.joined(other)
         return cls(as_names(first[0]), first[1], tuple(groups), events)
 
 

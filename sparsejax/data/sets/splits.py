@@ -35,9 +35,8 @@ class Split[T](_Parts[T]):
         same feature in `train`; see `split_at`.
     """
 
-    repeats: int = (
-        0  # default for methods of NamedTuple that skip __new__, such as _replace
-    )
+    # The default is for methods of NamedTuple that skip __new__, such as _replace.
+    repeats: int = 0
 
     def __new__(cls, train: T, heldout: T, *, repeats: int = 0) -> Self:
         self = super().__new__(cls, train, heldout)
