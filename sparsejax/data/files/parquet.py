@@ -1,4 +1,4 @@
-"""Parquet files of any content: finding, opening and writing them."""
+"""Finds, opens and writes Parquet files of any content."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from sparsejax.whole_files import whole_file
 
 _FEW = 100
 
-# The file of a prepared folder that lists its parts, and the key of each part's schema,
-# with the identity of its folder.
+# Name of a prepared folder's file that lists its parts, and the key in the schema of each part
+# for the identity of its folder.
 MANIFEST = "manifest.json"
 PART_KEY = b"sparsejax.folder"
 
 
 def write_whole(path: Path, table: pa.Table, *, group_rows: int) -> None:
-    """Writes a table to a file with checksums, whole or not at all."""
+    """Writes a table to a Parquet file with checksums, whole or not at all."""
     with whole_file(path) as file:
         pq.write_table(
             table,
@@ -48,16 +48,17 @@ def write_whole(path: Path, table: pa.Table, *, group_rows: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ParquetPath:
-    """The place of a Parquet file.
+    """The location of a Parquet file, with facts about its content.
 
     Attributes:
-      path: the path that messages name.
-      filesystem: the file system with the file.
-      inner: the path of the file in that file system.
+      path: path in messages.
+      filesystem: Arrow's file system that contains the file.
+      inner: path of the file in that file system.
       size: size in bytes.
-      crc32: checksum of its bytes, if a manifest has it.
-      constants: the columns that it has from the names of its folders.
-      table: the columns of the table that it is a file of, for example of Delta Lake.
+      crc32: CRC-32 checksum of the file; None if no manifest states it.
+      constants: columns whose values are in the names of the file's folders.
+      table: columns of the table to which the file belongs, for example of Delta Lake; None
+        for a plain file.
     """
 
     path: Path
@@ -70,10 +71,11 @@ class ParquetPath:
 
     @contextlib.contextmanager
     def open(self, *, one_group: bool = False) -> Generator[pq.ParquetFile]:
-        """Opens the file. Errors of reading within the block become `DataError`.
+        """Opens the file. Errors of reading in the block become `DataError`.
 
-        With `one_group` only one row group is read, and its columns are asked for together.
-        If the file is of a manifest, its footer is kept for its other groups.
+        With `one_group` the caller reads only one row group, and the group's columns are
+        requested together. If a manifest lists the file, its footer is cached for the file's
+        other groups.
         """
         facts = os.fspath(self.path), self.size, self.crc32
         keeps = one_group and self.crc32 is not None
@@ -84,7 +86,7 @@ class ParquetPath:
         ):
             if stream.size() != self.size:
                 raise self.changed()
-            with footer.lock:  # one of several threads reads it
+            with footer.lock:  # only one of several threads reads the footer
                 if keeps and footer.metadata is None:
                     with opened(self.path, stream) as file:
                         footer.metadata = file.metadata
@@ -94,13 +96,13 @@ class ParquetPath:
                 yield file
 
     def columns(self, file: pq.ParquetFile) -> pa.Schema:
-        """The columns of the opened file, with the columns in the names of its folders."""
+        """The schema of the opened file, with the columns in the names of its folders."""
         if self.table is not None:
             return self.table.schema
         return self._beside(file).schema(file.schema_arrow)
 
     def group(self, file: pq.ParquetFile, number: int, names: list[str]) -> pa.Table:
-        """Columns of a row group of the opened file."""
+        """Reads columns of a row group of the opened file."""
         if self.table is not None:
             stored = self.table.stored(file.schema_arrow, names)
             rows = file.read_row_group(number, columns=list(stored.values()))
@@ -116,7 +118,7 @@ class ParquetPath:
         names: list[str],
         groups: list[int] | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Columns of the opened file, or of some row groups, so many rows at a time."""
+        """Reads columns of the opened file, or of some row groups, `rows` rows at a time."""
         if self.table is not None:
             stored = self.table.stored(file.schema_arrow, names)
             own = list(stored.values())
@@ -129,7 +131,7 @@ class ParquetPath:
             yield constants.added(batch, names)
 
     def whole(self, file: pq.ParquetFile) -> pa.Table:
-        """All rows of the opened file, without the columns of its folders."""
+        """Reads all rows of the opened file, without the columns in the names of folders."""
         if self.table is None:
             return file.read()
         names = self.table.schema.names
@@ -137,13 +139,13 @@ class ParquetPath:
         return self.table.shaped(file.read(list(stored.values())), stored, names)
 
     def stored_name(self, file: pq.ParquetFile, name: str) -> str | None:
-        """The name that a column has in the opened file; None if it is not in it."""
+        """The name under which the opened file stores a column; None if it lacks the column."""
         if self.table is not None:
             return self.table.stored(file.schema_arrow, [name]).get(name)
         return name if name in file.schema_arrow.names else None
 
     def cells(self, names: Iterable[str]) -> tuple[tuple[str, str | None], ...]:
-        """Columns of these that all rows have alike without being in the file."""
+        """The constant columns among `names`, which the file itself lacks: name and value."""
         if self.table is not None:
             return self.table.texts(names)
         texts = self.constants.texts
@@ -151,14 +153,14 @@ class ParquetPath:
 
     @property
     def is_parquet(self) -> bool:
-        """Whether its name, or the log of its table, says that it is Parquet."""
+        """Whether the file is Parquet by its name, or by the log of its table."""
         return self.table is not None or self.inner.endswith(".parquet")
 
     def _beside(self, file: pq.ParquetFile) -> Constants:
         return self.constants.beside(file.schema_arrow.names)
 
     def changed(self) -> DataError:
-        """The error for a file that has changed, or that differs from its description."""
+        """An error for a file that was changed, or that differs from its description."""
         return DataError.at(
             self.path, "is damaged, or was changed since it was scanned"
         )
@@ -166,7 +168,7 @@ class ParquetPath:
 
 @dataclasses.dataclass
 class _Footer:
-    """The metadata of a file, once it was read."""
+    """A cache for the metadata of a file; None before they are read."""
 
     metadata: pq.FileMetaData | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -185,9 +187,9 @@ def opened(
     pre_buffer: bool = False,
     metadata: pq.FileMetaData | None = None,
 ) -> Generator[pq.ParquetFile]:
-    """Opens a stream. Errors of reading within the block become `DataError`.
+    """Opens a stream as Parquet. Errors of reading in the block become `DataError`.
 
-    With the metadata of the file its footer is not read.
+    If `metadata` is given, the footer is not read.
     """
     try:
         with pq.ParquetFile(
@@ -195,7 +197,7 @@ def opened(
             metadata=metadata,
             page_checksum_verification=True,
             pre_buffer=pre_buffer,
-            # As nanoseconds, times before 1677 and after 2262 would wrap.
+            # In nanoseconds, times before 1677 and after 2262 would overflow.
             coerce_int96_timestamp_unit="us",
         ) as file:
             yield file
@@ -212,10 +214,10 @@ def opened(
 
 
 def parquet_files(path: Path) -> list[ParquetPath]:
-    """A Parquet file, or those in a folder and its subfolders; see `files_below`.
+    """The Parquet file at a path, or those in a folder and its subfolders; see `files_below`.
 
     Raises:
-      DataError: there is no such file, or the store cannot be reached.
+      DataError: no such file exists, or the store cannot be reached.
     """
     files = files_below(path)
     if len(files) == 1 and files[0].path == path:
@@ -229,19 +231,20 @@ def parquet_files(path: Path) -> list[ParquetPath]:
 
 
 def files_below(path: Path, *, plain: str | None = None) -> list[ParquetPath]:
-    """A file, or those in a folder and its subfolders, in the order of their names.
+    """The file at a path, or those in a folder and its subfolders, in the order of their names.
 
-    Files and folders whose names start with `_` or `.` are skipped, as in Spark. Files
-    of 0 bytes are skipped, too. Of a Delta
-    or an Iceberg table these are the files that hold its rows now, with its columns.
+    Files and folders whose names start with `_` or `.` are skipped, as in Spark. Files of 0
+    bytes are skipped, too. For a Delta or an Iceberg table, the result is the files of its
+    current version, with the table's columns.
 
     Args:
-      path: a local path, or an address that pyarrow knows, like `s3://bucket/folder`.
-      plain: why the folder must not be a table, for the message; None if it may be one.
+      path: local path, or an address that pyarrow supports, like `s3://bucket/folder`.
+      plain: reason, for the message, why the folder must not be a table; None if it may be
+        one.
 
     Raises:
-      DataError: there is no such file, or the store cannot be reached. Or the folder is
-        a part of a table, or a table that is not read.
+      DataError: no such file exists, or the store cannot be reached. Or the folder is a part
+        of a table, or a table of a format that is not read.
       ImportError: the folder is a table, and the package that reads it is not installed.
     """
     if not is_address(path) and not os.path.isdir(path):
@@ -268,7 +271,7 @@ def files_below(path: Path, *, plain: str | None = None) -> list[ParquetPath]:
     for info in sorted(found, key=lambda info: info.path):
         below = os.path.relpath(info.path, inner)
         hidden = any(part[0] in "_." for part in below.split("/"))
-        # Spark, `touch` and uploads that were given up leave files without a byte.
+        # Spark, `touch` and interrupted uploads leave files of 0 bytes.
         if info.type == pa.fs.FileType.File and info.size and not hidden:
             whole = os.path.join(folder, below)
             file = ParquetPath(whole, filesystem, info.path, info.size)
@@ -279,11 +282,11 @@ def files_below(path: Path, *, plain: str | None = None) -> list[ParquetPath]:
 def _of_table(
     place: stores.Place, kind: str, below: dict[str, pa.fs.FileInfo]
 ) -> list[ParquetPath]:
-    """The files of a table; see `lake.files_of`."""
+    """The files with the current rows of a table, and their sizes; see `lake.files_of`."""
     filesystem, sizes = place.filesystem, {i.path: i.size for i in below.values()}
     files = []
     for file in lake.files_of(place, kind, below):
-        if (size := sizes.get(file.inner)) is None:  # it may be elsewhere
+        if (size := sizes.get(file.inner)) is None:  # the file is outside the folder
             with stores.naming(place.path):
                 size = filesystem.get_file_info(file.inner).size
         name = os.path.relpath(file.inner, place.inner)
@@ -296,16 +299,17 @@ def _of_table(
 
 
 def with_same_constants(files: list[ParquetPath]) -> list[ParquetPath]:
-    """The files of a folder; if their folders name other columns, without these."""
+    """Drops the constant columns of a folder's files, unless all files have equal ones."""
     if len({frozenset(file.constants.texts) for file in files}) > 1:  # not Hive's
         return [dataclasses.replace(file, constants=NO_CONSTANTS) for file in files]
     return files
 
 
 def first_schema(files: Iterable[ParquetPath]) -> tuple[Path, pa.Schema]:
-    """The first file with rows (or if there is none, the first one), and its columns.
+    """The path and schema of the first file with rows, or of the first file if none has rows.
 
-    Where there are no rows, a column of lists or of text may have no type, as from pandas.
+    In a file without rows, a column of lists or text may lack its type: pandas writes such
+    files.
     """
     found = None
     for file in files:
@@ -320,14 +324,14 @@ def first_schema(files: Iterable[ParquetPath]) -> tuple[Path, pa.Schema]:
 def first_rows(
     files: Iterable[ParquetPath], columns: list[str]
 ) -> Generator[pa.RecordBatch]:
-    """The rows of files, a few at a time, for callers that need only the first of them."""
+    """Yields small batches of the files' rows, for callers that need only the first rows."""
     for file in files:
         with file.open() as opened:
             yield from file.batches(opened, _FEW, columns)
 
 
 def check_no_part(path: Path, schema: pa.Schema) -> None:
-    """Raises DataError if a file of this schema is a part of a prepared folder."""
+    """Raises DataError if the schema is that of a part of a prepared folder."""
     if PART_KEY in (schema.metadata or {}):
         raise DataError.at(
             path,

@@ -1,7 +1,7 @@
-"""Writes the files of a prepared folder, from entries that are sorted by user.
+"""Writes the files of a prepared folder from entries that are sorted by user.
 
-Whatever sorts them, an engine here or on a cluster, gives batches of sorted entries to
-`rows_of`, splits the rows by a `Split`, and writes them by `PartWriter`.
+An engine, on this machine or on a cluster, sorts the entries. `write_rows` takes batches of
+them, puts each user's entries into the parts of the folder, and writes them by `PartWriter`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from sparsejax.data.files.stores import Place, crc32, path_of
 from sparsejax.data.prepared.folder import DataFile, Manifest, Part
 from sparsejax.sparse import as_int32
 
-# Entries of a row group, which is read as a whole, and of a file.
+# Numbers of entries of a row group, which is read as a whole, and of a file.
 GROUP_ENTRIES, FILE_ENTRIES = 2**20, 2**26
 
 
-# Columns of sorted entries, by the names that an engine gives them.
+# Names of the columns of sorted entries, by the names in an engine's batches.
 _COLUMNS = {
     "number": "users",
     "code": "indices",
@@ -44,16 +44,16 @@ _COLUMNS = {
 }
 
 
-# Columns of entries that files have, beside those of events.
+# Columns of entries that files have, in addition to columns of events.
 _STORED = ("indices", "values", "times")
 
 
 def leaves_of(batch: pa.RecordBatch) -> Leaves:
-    """The columns of a batch of entries; the entries of a user are one after the other.
+    """The columns of a batch of entries as NumPy arrays, by name.
 
-    `users` are ascending numbers, and `indices` of a user ascend. There may be `keys`
-    (numbers of the items by which a split chooses) and the columns that `queries.facts`
-    names.
+    The entries of a user are consecutive: `users` are ascending numbers, and the `indices` of
+    a user ascend. There may be `keys` (numbers of the items by which a split chooses) and the
+    columns that `queries.facts` names.
     """
     return {
         name: arrow.numbers(batch.column(column))
@@ -63,9 +63,9 @@ def leaves_of(batch: pa.RecordBatch) -> Leaves:
 
 
 def whole_users(batches: Iterable[Leaves]) -> Iterator[Entries]:
-    """Entries with a row for each user, from `leaves_of`, in batches that end where a user ends.
+    """Joins batches of `leaves_of` so that each ends at the end of a user.
 
-    The leaf `users` has the number of each row's user.
+    Yields entries with a row for each user. `of_rows["users"]` has the users' numbers.
     """
     waiting: list[Leaves] = []
     for batch in batches:
@@ -92,13 +92,15 @@ def _by_user(leaves: dict[str, np.ndarray]) -> Entries:
 def rows_of(
     entries: Entries, chosen: np.ndarray, names: pa.Array, *, with_left_out: bool
 ) -> Entries:
-    """The rows of whole users that have chosen entries, as `PartWriter` takes them.
+    """The rows of users with their chosen entries, as `PartWriter` takes them.
+
+    Users without a chosen entry are left out.
 
     Args:
       entries: entries of whole users.
-      chosen: `[entries]` bool.
-      names: `[users]` the names of the users of these entries, in order.
-      with_left_out: count entries that the vocabulary lacks. Otherwise there are none.
+      chosen: `[entries]` bool: whether an entry is in the result.
+      names: `[users]` names of the users of these entries, in order.
+      with_left_out: whether some entries have unknown items (-1), to be dropped and counted.
     """
     columns = entries.columns.items()
     stored = {n: x for n, x in columns if n in _STORED or n.startswith(EVENTS)}
@@ -114,7 +116,7 @@ def rows_of(
 
 
 def _table(rows: Entries) -> pa.Table:
-    """The columns of a file."""
+    """The columns of a file for some rows."""
     ends = arrow.from_numbers(as_int32("indptr", rows.indptr))
     columns = {"row": rows.of_rows["names"]}
     for name, leaf in rows.columns.items():
@@ -135,17 +137,16 @@ def write_rows(
     """Writes whole users to the parts of a folder.
 
     Args:
-      users: entries, the names of their users, and for each part `[entries]` bool: those
-        of the part. Some may be in both.
-      folder: the folder.
-      identity: identity of the folder, where two may write it at a time; None
-        elsewhere.
-      with_left_out: the parts to write; for each whether it counts entries that the
-        vocabulary lacks.
-      numbers: numbers of the files; by default all from 0.
+      users: batches of whole users: entries, names of the users, and for each part a mask
+        `[entries]` of the part's entries. An entry may be in both parts.
+      folder: location of the folder.
+      identity: identity of the folder, which is in the names of files.
+      with_left_out: the parts to write, each with whether some of its entries have unknown
+        items, to be counted.
+      numbers: numbers for the names of files; by default 0, 1, 2, ...
 
     Returns:
-      For each part its writer, with the files that it has written.
+      The writer of each part, with descriptions of the files that it has written.
     """
     with contextlib.ExitStack() as stack:
         writers = {
@@ -172,7 +173,7 @@ def write_rows(
 def part_writer(
     folder: Place, part: Part, identity: str, numbers: range | None = None
 ) -> Generator[PartWriter]:
-    """Writes rows to the files of a part, which are complete when the block is done."""
+    """Yields a writer for a part, whose files are complete when the block has ended."""
     with contextlib.ExitStack() as stack:
         writer = PartWriter(folder, part, identity, stack, numbers)
         yield writer
@@ -180,13 +181,13 @@ def part_writer(
 
 
 class PartWriter:
-    """Writes one part of a folder, see `part_writer`.
+    """Writes the rows of one part into row groups and files; see `part_writer`.
 
     Attributes:
       files: descriptions of the files that were written.
-      left_out: number of entries of items that the vocabulary lacks.
-      repeated: for the part test, the number of entries that have other events before
-        the split, including those that are not held out for this reason.
+      left_out: number of entries with items that the vocabulary lacks.
+      repeated: number of entries of the part test that have other events before the split,
+        including those that are not held out for this reason.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class PartWriter:
         stack: contextlib.ExitStack,
         numbers: range | None = None,
     ):
-        """`stack` has the file that is open. Files have `numbers`, by default all from 0."""
+        """`stack` closes the open file. `numbers` are for names of files; by default 0, 1, ..."""
         self._numbers = range(sys.maxsize) if numbers is None else numbers
         self._folder, self._part, self._identity = folder, part, identity
         self._stack = stack
@@ -209,16 +210,16 @@ class PartWriter:
         self.left_out = self.repeated = 0
 
     def add(self, rows: Entries) -> None:
-        """Takes the next rows: `indices`, perhaps `values`, `names`, perhaps `left_out`."""
+        """Adds rows with `indices` and `names`, perhaps `values` and `left_out`."""
         if "left_out" in rows.of_rows:
             self.left_out += int(rows.of_rows["left_out"].sum())
-        # A row without entries takes room, too.
+        # Each row counts one entry more, because an empty row also takes space.
         ends = rows.indptr[1:] + np.arange(1, len(rows.indptr))
         start = 0
         while start < len(ends):
             room = GROUP_ENTRIES - self._num_waiting
             begin = ends[start - 1] if start else 0
-            # At least one row, even if it is too long.
+            # Take at least one row, even if it is longer than a group.
             stop = max(int(np.searchsorted(ends, begin + room, "right")), start + 1)
             full = stop < len(ends) or ends[stop - 1] - begin >= room
             self._waiting.append(rows.slice(start, stop))
@@ -228,12 +229,12 @@ class PartWriter:
             start = stop
 
     def finish(self) -> None:
-        """Writes the entries that wait."""
+        """Writes the rows that are still in memory, and completes the last file."""
         self._write_waiting()
         self._finish_file()
 
     def _write_waiting(self) -> None:
-        """Writes the entries that wait as a row group."""
+        """Writes the rows that are still in memory as a row group."""
         if not self._waiting:
             return
         table = pa.concat_tables(map(_table, self._waiting))
@@ -273,17 +274,17 @@ class PartWriter:
 
 
 def _write_vocabulary(file: Place, names: Names, rows: np.ndarray) -> None:
-    """Writes the file of the items, with the number of rows that have each."""
+    """Writes the file of the items, each with the number of rows that have it."""
     table = pa.table({"item": to_arrow(names), "rows": arrow.from_numbers(rows)})
     with file.writing() as opened:
         pq.write_table(table, opened, compression="zstd", write_page_checksum=True)
 
 
 def finish(folder: Place, manifest: Manifest, names: Names, rows: np.ndarray) -> None:
-    """Writes the vocabulary and the manifest, which makes a folder complete.
+    """Completes a folder: writes the vocabulary, then the manifest.
 
     Raises:
-      FileExistsError: the folder is complete meanwhile, with other content.
+      FileExistsError: another call has completed the folder with other content.
     """
     _check_no_other(folder, manifest)
     _write_vocabulary(folder.below(manifest.vocabulary_file), names, rows)
@@ -305,7 +306,7 @@ def _check_no_other(folder: Place, manifest: Manifest) -> None:
 def _written(
     file: IO[bytes], name: str, groups: tuple[tuple[int, int], ...]
 ) -> DataFile:
-    """The manifest's record of a file that is open and complete."""
+    """The manifest's description of a complete file that is still open."""
     file.flush()
     size = file.tell()
     return DataFile(path=name, size=size, crc32=crc32(path_of(file)), groups=groups)

@@ -1,24 +1,26 @@
-"""Reading data sets from files.
+"""Reads data sets of items from files.
 
-Every reader takes `features`: a data set or names. The file is read against this
-vocabulary. Read a second file, for example targets, a test set or a filter, like this::
+Every reader takes `features`: a data set or names, whose features become the columns of the
+result. Read a second file, for example targets, a test set or a filter, like this::
 
     train = read("train.txt")
     test = read("test.txt", features=train)
 
-Then both have the same columns. Features that the vocabulary lacks are left out, and a
-warning counts them. If all features are unknown, that is an error. Without `features` the
-vocabulary is the features of the file, in the order of `vocabulary_order`.
+Then both have the same columns. Entries of other features are left out, and a warning counts
+them. If all features are unknown, that is an error. Without `features` the columns are the
+features of the file, in the order of `vocabulary_order`.
 
-In every format rows come in order of first appearance, and lines of the same row are
+In every format rows come in order of first appearance, and lines with equal row names are
 merged. A (row, feature) that occurs several times becomes one entry, and its values are
 added. If no entry of a file has a value, the result is an indicator data set
 (`matrix.data` is None). If only some entries have one, that is an error. A value of 0 is
 an entry like any other. Names are kept byte for byte, with their spaces. Files are UTF-8.
 Lines end in LF or CR LF and have at most 64 MiB. Blank lines are skipped. gzip, xz, bzip2,
-zstd and a zip of one file are read directly. A wrong file raises `DataError`, with the number of the line.
+zstd and a zip of one file are read directly. A wrong file raises `DataError`, with the number
+of the line.
 
-Tables are pairs, JSON Lines, Parquet, frames and dicts. Each of their columns has a role if the caller names
+Tables are pairs, JSON Lines, Parquet, frames and dicts. The caller names the column for a role,
+or else the column is found by the known names of the role (`columns.SYNONYMS`). Names are compared
 it for one, or if its own name is known for one (`columns.SYNONYMS`). Names are compared
 without case, spaces, `_`, `-` and `.`, in singular or plural. Names of users and items
 may have id, key, code, no or number before or after them. Other columns are never
@@ -26,12 +28,12 @@ guessed: if it is not clear which column has a role, an error lists the columns.
 `SparseDataset.columns` has the columns that were read.
 
 Names of users and items are text, which stays as it is, or integers. Whole floats are read as
-integers, decimals by their digits, and 16 bytes as a UUID. Where a given vocabulary has only
-integers, `7.0` is its `7`. Times are integers, floats, dates of Arrow or text of ISO 8601
-(in UTC if it has a zone), all of one kind. If a (row, feature) has several events, the
-latest gives the time; of equally late ones the last in the file counts. A column whose name
-is known for times is left out if its first cell is not a time; of histories
-(`read_sequences`) that is an error. `time=None` leaves times out.
+integers, decimals by their digits, and 16 bytes as a UUID. If a given vocabulary has only
+integers, `7.0` stands for its `7`. Times are integers, floats, dates of Arrow or text of ISO
+8601 (converted to UTC if it has a time zone), all of one kind. If a (row, feature) has several
+events, the latest gives the time; of equally late ones the last in the file counts. A column
+that is found by a known name for times is left out if its first cell is not a time; for
+histories (`read_sequences`) that is an error. `time=None` leaves times out.
 """
 
 from __future__ import annotations
@@ -76,29 +78,29 @@ def read(
     Args:
       source: a file; a folder, whose files of one format are read in the order of their
         names; a list of files; an address of Parquet files; a table as for
-        `from_arrow`; or dicts or Arrow's batches, in a list or one after the other.
+        `from_arrow`; or dicts or Arrow's batches, in a list or an iterator.
         Folders may be named like `dt=2024-01-01`, as by Hive: then `dt` is a column.
       format: `"text"`, `"pairs"`, `"jsonl"`, `"adjacency"` or `"parquet"`. By default the
-        file's name or its first lines decide, see `guess_format`.
-      user: the column with the row's name, for a table (pairs, jsonl and parquet).
-      item: the column with the feature's name.
-      value: the column with the value.
-      time: the column with the time; None leaves times out.
+        file's name or its first lines decide; see `guess_format`.
+      user: name of the column with the row's name, for a table (pairs, jsonl and parquet).
+      item: name of the column with the feature's name.
+      value: name of the column with the value.
+      time: name of the column with the time; None leaves times out.
       delimiter: text between the columns of pairs, one or two characters; by default it
-        is found.
+        is guessed.
       separator: text between the items in a cell, like "|" in `Drama|War`, and between
         the values if there are several. By default a cell is one item.
       time_format: format of times that are text, for `strptime`: "%d.%m.%Y %H:%M". By
         default they are ISO 8601.
-      features: vocabulary to read against.
+      features: vocabulary of the result: names, or a data set. None: the file's features.
       indicator: ignore values.
       skip_bad_lines: leave out lines that cannot be read, such as those with another number
-        of columns, no name, no number where one belongs, or bytes that are not UTF-8. A
-        warning counts them and says which they are. More than one in a hundred is an error.
+        of columns, an empty name, text in place of a number, or bytes that are not UTF-8. A
+        warning counts them and gives their numbers. More than one in a hundred is an error.
 
     Raises:
       DataError: the file cannot be read, or its format is not clear.
-      ValueError: there is no such format, columns are chosen but it has none, or
+      ValueError: the format is unknown, columns are chosen for a format without columns, or
         `skip_bad_lines` is given for Parquet or a table in memory.
     """
     asked = Asked(
@@ -129,7 +131,7 @@ def read_text(
     indicator: bool = False,
     skip_bad_lines: bool = False,
 ) -> SparseDataset:
-    """Reads the text form of DSSTNE, with a line for each row.
+    """Reads the text format of DSSTNE, with a line for each row.
 
     >>> sorted(read_text("purchases.tsv").feature_names.tolist())
     ['milk', 'rye', 'tea']
@@ -143,15 +145,15 @@ def read_text(
     feed, carriage return and backslash. Any other backslash stands for itself. A row
     without entries is `row TAB`.
 
-    This differs from DSSTNE in three ways: lines of the same row are merged (in DSSTNE the
+    Three rules differ from DSSTNE: lines with equal row names are merged (in DSSTNE the
     last one wins), a missing value does not mean 0, and text that does not fit the grammar
     is an error.
 
     Args:
-      path: the file.
-      features: vocabulary to read against.
-      indicator: ignore values, for example of files that hold `movie,timestamp`.
-      skip_bad_lines: leave out lines that cannot be read, see `read`.
+      path: path of the file.
+      features: vocabulary of the result: names, or a data set. None: the file's features.
+      indicator: ignore values, for example in files that hold `movie,timestamp`.
+      skip_bad_lines: leave out lines that cannot be read; see `read`.
 
     Raises:
       DataError: the file cannot be read.
@@ -172,9 +174,9 @@ def read_adjacency(
     A row without entries is a line with its name only.
 
     Args:
-      path: the file.
-      features: vocabulary to read against.
-      skip_bad_lines: leave out lines that cannot be read, see `read`.
+      path: path of the file.
+      features: vocabulary of the result: names, or a data set. None: the file's features.
+      skip_bad_lines: leave out lines that cannot be read; see `read`.
 
     Raises:
       DataError: the file cannot be read.
@@ -204,34 +206,35 @@ def read_pairs(
 
     Columns are given by number, from 0, or by their name in the header. By default:
 
-    * `delimiter` is TAB, '::', ',', ';' or '|': the one that gives all lines the same
+    * `delimiter` is TAB, '::', ',', ';' or '|': the one that gives all lines an equal
       number of columns.
     * There is a header if a column is given by name, or if two cells of the first line
       are known names of columns, or if all its cells are text and one column has only
       numbers or dates below, or if all end in a type of RecBole, like `user_id:token`.
     * Without a header, the first of two columns holds the users and the second the items;
-      columns that are given for another role do not count. `user::item::rating::time` of
-      MovieLens is known, too. Otherwise columns must be given.
+      columns that are given for another role do not count. The columns
+      `user::item::rating::time` of MovieLens are recognized, too. Otherwise columns must be
+      given.
 
     Fields may be quoted as in RFC 4180. If TAB or two characters separate them, a quote is
     an ordinary character. Quotes must be closed, and a record has at most 8 MiB.
 
     Args:
-      path: the file.
-      user: the column with the row's name.
-      item: the column with the feature's name.
-      value: the column with the value.
-      time: the column with the time; None leaves times out.
-      delimiter: one or two characters.
+      path: path of the file.
+      user: name or number of the column with the row's name.
+      item: name or number of the column with the feature's name.
+      value: name or number of the column with the value.
+      time: name or number of the column with the time; None leaves times out.
+      delimiter: text between the columns, one or two characters.
       header: whether the first line holds the columns' names.
-      features: vocabulary to read against.
+      features: vocabulary of the result: names, or a data set. None: the file's features.
       indicator: ignore values.
-      skip_bad_lines: leave out lines that cannot be read, see `read`.
+      skip_bad_lines: leave out lines that cannot be read; see `read`.
 
     Raises:
       DataError: the file cannot be read.
-      ValueError: the delimiter is wrong, a column is chosen for two roles, or it is chosen
-        by name but there is no header.
+      ValueError: the delimiter is wrong, a column is chosen for two roles, or a column is
+        chosen by name but there is no header.
     """
     asked = Asked(
         Chosen(user, item, value, time),
@@ -262,24 +265,25 @@ def read_parquet(
 
     Args:
       path: a file or a folder. The `.parquet` files of a folder and its subfolders are
-        read in the order of their names; all have the same columns of values and of
-        times. A folder that `sparsejax.prepare` wrote stands for its part `train`; the path
-        of `test` in it stands for the held-out rows. It may be an address that
-        pyarrow's file
-        systems know, like `s3://bucket/purchases/`. Credentials and region come from the
-        environment, for example `AWS_ACCESS_KEY_ID`. `?region=` and, for a store other
-        than Amazon's, `?endpoint_override=` may be added to the address.
-      user: the column with the row's name.
-      item: the column with the feature's name, or with a list of names.
-      value: the column with the value, or with a list of values.
-      time: the column with the time, or with a list of times; None leaves times out.
-      features: vocabulary to read against. A saved data set has its own by default.
+        read in the order of their names. Either all of them or none have a column of values,
+        and likewise of times. A folder that `sparsejax.prepare` wrote stands for its part
+        `train`; the path of `test` in it stands for the held-out rows. It may also be an
+        address that pyarrow's file systems support, like `s3://bucket/purchases/`.
+        Credentials and region come from the environment, for example `AWS_ACCESS_KEY_ID`.
+        `?region=` and, for a store other than Amazon's, `?endpoint_override=` may be added
+        to the address.
+      user: name of the column with the row's name.
+      item: name of the column with the feature's name, or with a list of names.
+      value: name of the column with the value, or with a list of values.
+      time: name of the column with the time, or with a list of times; None leaves times out.
+      features: vocabulary of the result: names, or a data set. None: the features of the
+        files, or the vocabulary of a saved data set.
       indicator: ignore values.
 
     Raises:
       DataError: the file cannot be read.
-      ValueError: a column is chosen for two roles, or columns are chosen but a saved data
-        set has none.
+      ValueError: a column is chosen for two roles, or columns are chosen for a saved data
+        set.
     """
     chosen = Chosen(user, item, value, time)
     return _parquet(path, Asked(chosen, "parquet", indicator=indicator), features)
@@ -302,7 +306,7 @@ def _parquet(path: Path, asked: Asked, features: Features) -> SparseDataset:
 def _saved(
     path: Path, load: Callable[[], SparseDataset], asked: Asked, features: Features
 ) -> SparseDataset:
-    """A saved data set, read by `load`."""
+    """Loads a saved data set by `load`, and applies the arguments of the caller to it."""
     if asked.chosen:
         raise ValueError(
             f"{shown(path)}: is a saved data set, so it has no columns to name"
@@ -325,7 +329,7 @@ def from_arrow(
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
-    """Takes a table in memory, for example of polars, pandas, pyarrow or DuckDB.
+    """Converts a table in memory, for example of polars, pandas, pyarrow or DuckDB.
 
     The table needs Arrow's PyCapsule interface (`__arrow_c_stream__`). A row of it is one
     of these:
@@ -334,8 +338,9 @@ def from_arrow(
     * a user with a list of items, perhaps with lists of values and times, or with one time
       for all of them.
 
-    Columns are given by number, from 0, or by name, or their names are known. If no name is
-    known for the items, the only column with lists of text or integers holds them.
+    Columns are given by number, from 0, or by name; otherwise they are found by known names.
+    If no column has a known name for items, the only column with lists of text or integers
+    holds them.
 
     A null in place of a list is a row without entries. Other nulls are errors, unless all
     values are null.
@@ -346,16 +351,17 @@ def from_arrow(
 
     Args:
       table: the table.
-      user: the column with the row's name.
-      item: the column with the feature's name, or with a list of names.
-      value: the column with the value, or with a list of values.
-      time: the column with the time, or with a list of times; None leaves times out.
-      features: vocabulary to read against.
+      user: name or number of the column with the row's name.
+      item: name or number of the column with the feature's name, or with a list of names.
+      value: name or number of the column with the value, or with a list of values.
+      time: name or number of the column with the time, or with a list of times; None leaves
+        times out.
+      features: vocabulary of the result: names, or a data set. None: the table's features.
       indicator: ignore values.
 
     Raises:
       DataError: a row is wrong, or a column has the wrong type.
-      TypeError: `table` does not have the interface.
+      TypeError: `table` does not have Arrow's PyCapsule interface.
       ValueError: a column is chosen for two roles.
     """
     if not hasattr(table, "__arrow_c_stream__"):

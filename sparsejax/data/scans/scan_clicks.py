@@ -1,4 +1,4 @@
-"""Examples of clicks that stay on disk and are read a part at a time."""
+"""Scans examples of clicks on disk, to read them a part at a time."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
     >>> [chunk.ids["user"].tolist() for chunk in scanned.chunks()]
     [[2, 3], [2]]
 
-    `scan_clicks` makes it.
+    `scan_clicks` returns it.
 
     Attributes:
-      path: the file, the files, the folder or the address.
+      path: path of the file, of several files, or of a folder, or an address.
       schema: types of the columns.
-      vocabularies: for each `VocabularyColumn` its categories, see `ClickDataset`.
+      vocabularies: categories of each `VocabularyColumn`, by name; see `ClickDataset`.
       chunk_rows: number of examples of a chunk; the last one may have fewer.
       is_saved: whether `ClickDataset.save` wrote the files.
     """
@@ -89,12 +89,12 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
 
     @property
     def num_ids(self) -> dict[str, int]:
-        """The number of ids of each feature, and so of the rows of its table."""
+        """The number of ids of each feature, which is the number of rows of its table."""
         return num_ids(self.schema, self.vocabularies)
 
     @property
     def features(self) -> dict[str, int | str]:
-        """The features of a model, see `ClickDataset.features`."""
+        """The features of a model for this data; see `ClickDataset.features`."""
         return features_of(self.schema, self.vocabularies)
 
     @functools.cached_property
@@ -107,13 +107,13 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
         return sum(len(block.columns[label[0]]) for block in blocks)
 
     def read(self, start: int, stop: int) -> ClickDataset:
-        """Examples `start .. stop - 1` of Parquet files.
+        """Reads the examples `start .. stop - 1` of Parquet files.
 
         Raises:
-          DataError: a file cannot be read, or a line of it is wrong, see `read_clicks`;
-            or a file was changed.
+          DataError: a file cannot be read, a line of it is wrong (see `read_clicks`), or a
+            file was changed.
           NotImplementedError: a file is text, which can be read in order only.
-          ValueError: there are no such examples.
+          ValueError: the range is empty, or outside the data set.
         """
         self._row_groups  # noqa: B018 - text is an error
         if not 0 <= start < stop <= self.num_rows:
@@ -142,14 +142,14 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
         return digest.hexdigest()
 
     def chunks(self, *, first: int = 0) -> Iterator[ClickDataset]:
-        """The examples in the order of the files, `chunk_rows` at a time.
+        """Yields the examples in the order of the files, `chunk_rows` at a time.
 
         Args:
-          first: number of chunks to leave out at the beginning, to go on after an
-            interrupt.
+          first: number of chunks to skip at the beginning, to continue after an
+            interruption.
 
         Raises:
-          DataError: a file cannot be read, or a line of it is wrong, see `read_clicks`.
+          DataError: a file cannot be read, or a line of it is wrong (see `read_clicks`).
         """
         skip = first * self.chunk_rows
         waiting: list[ClickDataset] = []
@@ -173,7 +173,7 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
 
     @property
     def _columns(self) -> list[str]:
-        """The columns of the files that are read, labels first."""
+        """The names of the columns to read from the files, labels first."""
         return stored_columns(self.schema) if self.is_saved else self.schema.used
 
     @functools.cached_property
@@ -261,7 +261,7 @@ def scan_clicks(
     features: ClickDataset | ScannedClicks | Mapping[str, Names] | None = None,
     chunk_rows: int = 2**20,
 ) -> ScannedClicks:
-    """Scans examples of clicks without keeping them, for data larger than memory.
+    """Scans examples of clicks without loading them, for data larger than memory.
 
     >>> _ = pathlib.Path("clicks.csv").write_text("click,user\\n1,ann\\n0,bob\\n")
     >>> schema = ClickSchema("click", ids={"user": HashedColumn(100)})
@@ -269,20 +269,20 @@ def scan_clicks(
     2
 
     Args:
-      path: a file, a list of files that are read in its order, a folder, or an address
+      path: a file, a list of files that are read in this order, a folder, or an address
         of Parquet files.
-      schema: types of the columns; None for files of `ClickDataset.save`, which know
+      schema: types of the columns; None for files of `ClickDataset.save`, which contain
         them. Such files are the quickest to read.
-      features: the categories that have ids of their own, from other data. By default
-        the files are read once to count them; distinct categories are kept in memory.
+      features: categories that get ids of their own, or other data that has them. By default
+        the files are read once to count categories; distinct categories are kept in memory.
         Hashed columns need no such pass.
       chunk_rows: number of examples of a chunk.
 
     Raises:
-      DataError: a file cannot be read, see `read_clicks`. Saved files have different
+      DataError: a file cannot be read (see `read_clicks`), or saved files have different
         schemas or vocabularies.
-      ValueError: `chunk_rows` is not positive, `features` lacks a column, or is
-        given for saved files.
+      ValueError: `chunk_rows` is not positive; `features` lacks a column, or is given for
+        saved files.
     """
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
@@ -306,7 +306,7 @@ def scan_clicks(
 
 
 def _scan_saved(path: Paths, chunk_rows: int) -> ScannedClicks:
-    """Scans files of `ClickDataset.save`."""
+    """Scans files of `ClickDataset.save`, which must have equal schemas and vocabularies."""
     first: ScannedClicks | None = None
     for each in as_paths(path):
         for source in parquet.parquet_files(each):

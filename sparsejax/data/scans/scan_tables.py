@@ -1,4 +1,4 @@
-"""Parquet tables that stay on disk: finding where rows begin, and reading some rows."""
+"""Scans Parquet tables on disk: finds where rows begin, and reads some rows."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.data.sets.events import EventCounter, Events, named
 from sparsejax.data.sets.vocabulary import vocabulary_order
 
-# An array finds the columns of integers if it has no more places than this number, plus
-# so many for each name.
+# An array is the index of integer items if its size is at most the first number, plus the second
+# one for each name.
 _MOST_PLACES, _PLACES_PER_NAME = 2**22, 8
 
 
 class Vocabulary:
-    """Finds the columns of items. An array finds integers, a hash table other items."""
+    """Maps items to columns: integers by an array, other items by a hash table."""
 
     def __init__(self, names: Names):
         self._names = to_arrow(names)
@@ -53,7 +53,7 @@ class Vocabulary:
             or items.type == pa.uint64()
         ):
             items = encoded_names(items, path)
-            # Equal to pc.index_in(...), which type checkers cannot see.
+            # The function is pc.index_in(...), which type checkers cannot see.
             lookup = pc.SetLookupOptions(value_set=self._names)
             known = items.dictionary
             if self._has_only_digits:
@@ -67,7 +67,7 @@ class Vocabulary:
 
 
 def _integers(names: pa.Array) -> np.ndarray | None:
-    """The names as numbers if all of them are integers, else None."""
+    """The names as int64 numbers, or None if a name is no integer."""
     try:
         numbers = names.cast(pa.int64())
     except pa.ArrowInvalid:
@@ -82,13 +82,15 @@ def find_rows(
     features: FeatureNames | Iterable[object] | None,
     events: EventSchema | Events | None = None,
 ) -> tuple[tuple[Group, ...], Names, Events | None]:
-    """The groups of a table's files, and its vocabulary: by default its own items.
+    """Finds the row groups of a table, its vocabulary, and its columns of events.
 
-    The third part is the columns of events, if some are given, with their categories.
+    Returns:
+      The groups; the names of `features`, or by default of the table's items; and the columns
+      of events with their categories, or None if `events` is None.
 
     Raises:
-      DataError: there are no rows, or none of them has an item and `features` is None. See
-        `find_groups` for others.
+      DataError: there are no rows, or none of them has an item and `features` is None; see
+        also `find_groups`.
     """
     groups = find_groups(files, layout)
     if not groups:
@@ -105,7 +107,7 @@ def find_rows(
 
 
 def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group]:
-    """The row groups in which rows begin. For pairs, this reads the user column.
+    """The row groups in which rows begin. For a table of pairs, this reads the user column.
 
     Raises:
       DataError: a file has other columns, or its pairs are not sorted by user.
@@ -143,9 +145,9 @@ def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group
 
 
 def _group_of_pairs(group: Group, layout: TableLayout, last: Any) -> tuple[Group, Any]:
-    """The group with its number of rows, and its last user.
+    """Counts the rows that begin in a group of pairs; returns the group and its last user.
 
-    `last` is the last user of the group before, or None.
+    `last` is the last user of the previous group, or None.
     """
     assert layout.user is not None
     file = group.file
@@ -199,13 +201,13 @@ def read_rows(
     vocabulary: Vocabulary,
     events: Events | None = None,
 ) -> Entries:
-    """Rows `low .. high - 1` of a group, as they are in the file, with columns of events.
+    """Reads the rows `low .. high - 1` of a group, with columns of events.
 
     A row may have an item twice. Items that the vocabulary lacks have the index -1.
 
     Raises:
-      DataError: a row is wrong; the message has the number of the first one. Or a file was
-        changed.
+      DataError: a row is wrong; the message has the number of the first one. Or the file
+        was changed.
     """
     read = _read_lists if layout.has_lists else _read_pairs
     lengths, blocks = read(group, low, high, layout)
@@ -223,7 +225,7 @@ def read_rows(
 
 
 def _columns_of(block: Block, events: Events | None) -> dict[str, np.ndarray]:
-    """The columns of a block's events, by their names in `Entries`."""
+    """The columns of events of a block, by their names in `Entries`."""
     if events is None or block.beside is None:
         return {}
     found = events.read(block.beside, events.schema.used)
@@ -236,7 +238,7 @@ def _columns_of(block: Block, events: Events | None) -> dict[str, np.ndarray]:
 
 
 def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
-    """Lengths of some rows, and their entries in blocks."""
+    """Reads rows of a table of lists: their numbers of entries, and blocks of the entries."""
     table = _read(group, layout.columns)
     if table.num_rows != group.rows:
         raise group.file.changed()
@@ -246,7 +248,7 @@ def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
 
 
 def _read_pairs(group: Group, low: int, high: int, layout: TableLayout):
-    """Does `_read_lists` for pairs. The last row may continue in other groups."""
+    """`_read_lists` for a table of pairs, whose last row may continue in later groups."""
     table = _read(group, layout.columns)
     begins = np.flatnonzero(
         _is_new(tables.plain_names(table.column(layout.user), group.file.path))
@@ -264,7 +266,7 @@ def _read_pairs(group: Group, low: int, high: int, layout: TableLayout):
 
 
 def _read(group: Group, columns: list[str], rows: int | None = None) -> pa.Table:
-    """Columns of a row group, or of its first rows."""
+    """Reads columns of a row group, or of its first `rows` rows."""
     file, number = group.file, group.number
     with file.open() as opened:
         if number >= opened.metadata.num_row_groups or not set(columns) <= set(
@@ -285,9 +287,9 @@ def _read(group: Group, columns: list[str], rows: int | None = None) -> pa.Table
 def _blocks(
     table: pa.Table, layout: TableLayout, group: Group, first: int
 ) -> list[Block]:
-    """Checked rows of a group, from row `first` on.
+    """Checks rows of a group as blocks; `first` is the number of the table's first row.
 
-    If there is a column of values, all entries have a value.
+    If there is a column of values, all entries must have a value.
     """
     entries = dataclasses.replace(layout, user=None)
     batches = [(group.file.path, table.to_batches())]
@@ -304,8 +306,8 @@ def find_vocabulary(
 ) -> Names:
     """The names of all items, in the order of `vocabulary_order`.
 
-    Reads the items once and keeps the distinct names in memory. `take` is called with the
-    cells of the columns beside them.
+    The items are read once, and the distinct names are kept in memory. `take` is called with
+    the cells of the columns of events.
 
     Raises:
       DataError: a file has other columns, or an item is missing.

@@ -1,4 +1,4 @@
-"""Content of items: tags, numbers and vectors, a row for each item."""
+"""Features of items: tags, numbers and vectors, with a row for each item."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.sets import vocabulary
 
 VERSION = 1
-# A number this many deviations away from the mean is a code for a missing number.
+# A number so many deviations away from the mean is taken for a code of a missing number.
 _FAR = 1e6
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ItemFeatures:
-    """Content of items, in host memory: `sparsejax.read_item_features` reads it.
+    """Features of items, in host memory; `sparsejax.read_item_features` reads them.
 
     >>> features = read_item_features([
     ...     {"item": "tea", "kind": "drink", "words": ["green", "leaf"]},
@@ -36,17 +36,17 @@ class ItemFeatures:
     1
 
     Attributes:
-      item_names: `[items]` text.
-      tag_names: `[tags]` text.
-      tags: `[items, tags]` float32, a SciPy matrix. A tag or a word has the value 1, a
-        number its own, as `numbers` says.
+      item_names: `[items]` names of the items.
+      tag_names: `[tags]` names of the tags.
+      tags: `[items, tags]` float32, a SciPy matrix. A tag or a word has the value 1, and a
+        number its standardized value, as `numbers` describes.
       vectors: `[items, d]` float16 or float32, for example of texts or images; or None.
-        An item without one has zeros.
-      numbers: for the name of each tag that is a number its mean and standard deviation:
-        its values are counted from the one, in units of the other. The deviation is 0 where
-        all numbers are alike. Such a number says nothing, but that of a new item is
-        known.
-        category, tags, words, a vector; or why it was left out.
+        An item without a vector has zeros.
+      numbers: mean and standard deviation of each tag that is a number, by the name of the
+        tag. Its values in `tags` have the mean subtracted and are divided by the deviation.
+        The deviation is 0 if all numbers are equal; such a number carries no information.
+      columns: the use of each column of the source, by its name: number, category, tags,
+        words or vector; or the reason why it was left out.
     """
 
     item_names: Names
@@ -79,7 +79,7 @@ class ItemFeatures:
 
     @property
     def is_empty(self) -> np.ndarray:
-        """`[items]` whether nothing is known of an item."""
+        """`[items]` bool: whether an item has no tag, number or vector."""
         says = np.ones(len(self.tag_names), bool)
         for name, (_, deviation) in self.numbers.items():
             says[self.tag_names == name] = deviation > 0
@@ -91,25 +91,28 @@ class ItemFeatures:
 
     @property
     def num_empty(self) -> int:
-        """Number of items of which nothing is known."""
+        """Number of items without a tag, number or vector."""
         return int(self.is_empty.sum())
 
     def names_after(self, items: FeatureNames | Iterable[object]) -> Names:
-        """The names of the given items, then the new names of items here.
+        """The names of the given items, followed by the items here that are new.
 
-        So data gets items that no event has: `data.align_features(features.names_after(data))`.
+        Use it to add items without events to data:
+        `data.align_features(features.names_after(data))`.
         """
         known = _names.of_features(items)
         return vocabulary.appended(known, _names.spelled_like(self.item_names, known))
 
     def align(self, items: FeatureNames | Iterable[object]) -> ItemFeatures:
-        """The content of the given items, in their order. An item that is not here is empty.
+        """Selects the features of the given items, in their order.
+
+        An item without features here gets an empty row.
 
         Args:
-          items: names, or a data set whose features they are.
+          items: names, or a data set whose feature names are used.
 
         Raises:
-          ValueError: none of the items is here: this is the content of others.
+          ValueError: no item has features here, so these are features of other items.
         """
         wanted = _names.of_features(items)
         own = _names.spelled_like(self.item_names, wanted)
@@ -119,7 +122,7 @@ class ItemFeatures:
                 f"none of {len(wanted):,} items ({_names.quoted(wanted)}) has content: it is "
                 f"of others ({_names.quoted(own)}); are these the same names?"
             )
-        # The last row, which is empty, where there is none.
+        # Items that are absent take the last row, which is empty.
         tags = self.tags.copy()
         tags.resize((self.num_items + 1, tags.shape[1]))
         vectors = self.vectors
@@ -137,14 +140,14 @@ class ItemFeatures:
         )
 
     def like(self, known: ItemFeatures) -> ItemFeatures:
-        """These items, with the tags of others in their order, and numbers in their units.
+        """Converts these features to the tags, units and vector dtype of other ones.
 
-        So content of new items fits a model. Tags that the others lack are left out, and
-        numbers that are alike for all the others.
+        So features of new items fit a model. Tags that `known` lacks are left out, and so are
+        numbers that are equal for all items of `known`.
 
         Raises:
-          ValueError: there are no vectors where the others have some, or of another width,
-            or no tag is known. A number is too far from those of the others.
+          ValueError: the widths of the vectors differ, no tag is known, or a number is too
+            far from those of `known`.
         """
         width, others = (
             0 if each.vectors is None else each.vectors.shape[1]
@@ -174,7 +177,7 @@ class ItemFeatures:
             if name in known.numbers:
                 at = column == np.flatnonzero(self.tag_names == name)[0]
                 center, unit = known.numbers[name]
-                if not unit:  # the model has learned nothing of it
+                if not unit:  # the number is equal for all items that the model knows
                     kept &= ~at
                     continue
                 with np.errstate(over="ignore"):
@@ -204,7 +207,7 @@ class ItemFeatures:
         )
 
     def save(self, path: Path) -> None:
-        """Writes a Parquet file that `load` reads, whole or not at all.
+        """Writes the features as a Parquet file that `load` reads, whole or not at all.
 
         Raises:
           OSError: the file cannot be written.
@@ -239,7 +242,7 @@ class ItemFeatures:
         """Reads the file that `save` wrote.
 
         Raises:
-          DataError: the file is missing, is not such a file, or is damaged.
+          DataError: the file is missing, has another format, or is damaged.
         """
         with stored.one_file(path).open() as file:
             schema = file.schema_arrow
@@ -277,7 +280,7 @@ class ItemFeatures:
                 tags=matrix,
                 vectors=vectors,
                 numbers=numbers,
-                columns=facts.get("columns", {}),  # since November 2026
+                columns=facts.get("columns", {}),  # absent before November 2026
             )
         if (schema.metadata or {}).get(_CHECKSUM) != made.fingerprint().encode():
             raise DataError.at(

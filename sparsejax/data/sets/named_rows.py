@@ -1,4 +1,4 @@
-"""The common part of data sets of items and of histories: rows of entries, with names."""
+"""The base class of data sets of items and of histories: rows of entries, with names."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class UnknownFeaturesWarning(UserWarning):
 class NamedRows:
     """The base of `SparseDataset` and `SequenceDataset`: rows of entries, with names.
 
-    A subclass is a dataclass, which has these fields. It has `_entries` and `_of`, and says how
-    entries lie in a row: `_in_order` and `_joined`.
+    A subclass is a dataclass with the fields declared below. It implements `_entries` and
+    `_of`, and the order of entries in a row by `_in_order` and `_joined`.
     """
 
     _stored: ClassVar[stored.Form]
@@ -64,14 +64,14 @@ class NamedRows:
         """Writes the data set as one Parquet file, whole or not at all.
 
         Raises:
-          OSError: the file cannot be written; nothing is left behind.
+          OSError: the file cannot be written; no partial file remains.
         """
         rows = stored.StoredRows(self._entries, self.row_names, self.feature_names)
         stored.write_rows(path, self._stored, rows)
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads the file that `save` wrote, exactly.
+        """Reads a file that `save` wrote; the result equals the saved data set.
 
         Raises:
           DataError: the file is missing, is not a saved data set, or is damaged.
@@ -83,12 +83,12 @@ class NamedRows:
             raise DataError.at(path, f"is damaged: {error}") from error
 
     def split_rows(self, fraction: float, *, seed: int) -> Split[Self]:
-        """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
+        """Splits the rows at random into `(train, heldout)`, to evaluate on unseen rows.
 
         `(1 - fraction) num_rows` rows are held out, rounded half up, but one row always
         stays in train. Both parts keep the order of rows and have all features. Which
-        rows are held out depends on the seed and on their names. It does not depend on
-        their order or their entries.
+        rows are held out depends on the seed and on the rows' names only, not on their order
+        or their entries.
 
         Args:
           fraction: share of the rows to train on, in (0, 1).
@@ -101,13 +101,13 @@ class NamedRows:
         return splits.split_rows(self, fraction, seed)
 
     def split_items(self, fraction: float, *, seed: int) -> Split[Self]:
-        """Splits the features at random into `(train, heldout)`, to measure on new items.
+        """Splits the features at random into `(train, heldout)`, to evaluate on new items.
 
         `(1 - fraction) num_features` features are held out with all their entries, rounded
         half up, but one feature always stays in train. So a model that learns from `train`
-        knows of them only their content, not their entries. Both parts have all
-        rows and features of this data set. Which features are held out depends on the seed
-        and on their names. It does not depend on their order or their entries.
+        sees no entries of them, at most their `ItemFeatures`. Both parts have all rows and
+        features of this data set. Which features are held out depends on the seed and on the
+        features' names only, not on their order or their entries.
 
         >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
         >>> print(from_arrow(pandas.DataFrame(table)).split_items(0.5, seed=0))
@@ -129,11 +129,11 @@ class NamedRows:
         *,
         missing: Literal["error", "empty"] = "error",
     ) -> Self:
-        """The rows of the given names, in the given order.
+        """Selects the rows with the given names, in the given order.
 
         Args:
           rows: names, or a data set whose row names are used.
-          missing: how to treat a name that is not in this data set. "error" raises;
+          missing: treatment of a name that is not in this data set. "error" raises an error;
             "empty" makes an empty row. (`SparseDataset.match_rows` leaves such names
             out.)
 
@@ -155,16 +155,16 @@ class NamedRows:
         return self._rows(found, wanted)
 
     def align_features(self, features: FeatureNames | Iterable[object]) -> Self:
-        """The same rows over another data set's features, in its order.
+        """Changes the columns of this data set to the given features, in their order.
 
-        Entries of features that are not among the given ones are left out. A warning says
-        how many, and `left_out` has the number for each row.
+        Entries of other features are left out. A warning counts them, and `left_out` has
+        their number for each row.
 
         Args:
           features: names, or a data set whose feature names are used.
 
         Raises:
-          ValueError: there are entries, and all are of unknown features.
+          ValueError: all entries have unknown features.
         """
         aligned, unknown = align_features(self, features)
         if unknown:
@@ -172,7 +172,7 @@ class NamedRows:
         return aligned
 
     def append_features(self, features: FeatureNames | Iterable[object]) -> Self:
-        """These rows over other features, followed by the features here that are new.
+        """Changes the columns to the given features, followed by the new ones of this data set.
 
         >>> data = SparseDataset.from_scipy(
         ...     scipy.sparse.csr_array([[1, 1]]), feature_names=["new", "tea"]
@@ -180,8 +180,8 @@ class NamedRows:
         >>> data.append_features(["milk", "tea"]).feature_names.tolist()
         ['milk', 'tea', 'new']
 
-        So columns of a model that was trained on the given features keep their numbers:
-        see `FeedForward.add_items`. No entry is left out. A warning says if the new
+        So the columns of a model that was trained on the given features keep their numbers;
+        see `FeedForward.add_items`. No entry is left out. A warning is given if the new
         features have so many entries that the work on a mesh would be unbalanced.
 
         Args:
@@ -196,7 +196,7 @@ class NamedRows:
 
     @property
     def _manner(self) -> str:
-        """The description of the entries in the text of a data set."""
+        """The description of the entries in `repr`, for example "indicator"."""
         raise NotImplementedError
 
     @property
@@ -211,15 +211,15 @@ class NamedRows:
         feature_names: Names,
         columns: Columns | None = None,
     ) -> Self:
-        """The data set of these entries."""
+        """Makes a data set from entries and names."""
         raise NotImplementedError
 
     def _in_order(self, entries: Entries) -> Entries:
-        """Entries whose features were numbered anew, in the order that rows have."""
+        """Restores the order of entries in each row after their features got new numbers."""
         raise NotImplementedError
 
     def _joined(self, column: np.ndarray, names: Names) -> Self:
-        """The data set over fewer features: `column` has the new number of each."""
+        """Merges features: `column` has the new number of each, `names` the new names."""
         raise NotImplementedError
 
     def _with(
@@ -228,18 +228,18 @@ class NamedRows:
         row_names: Names | None = None,
         feature_names: Names | None = None,
     ) -> Self:
-        """A data set of these entries, with the names of this one by default."""
+        """Makes a data set from these entries; names are by default those of this one."""
         rows = self.row_names if row_names is None else row_names
         features = self.feature_names if feature_names is None else feature_names
         return self._of(entries, rows, features, self.columns)
 
     def _rows(self, rows: np.ndarray, names: Names | None = None) -> Self:
-        """Some rows; -1 makes an empty row. `names` has the names of all these rows."""
+        """Selects rows by number; -1 makes an empty row. `names` are the names of the result."""
         names = self.row_names[rows] if names is None else names
         return self._with(self._entries.rows(rows), names)
 
     def _spelled_like(self, vocabulary_: Names) -> Self:
-        """The data set with the names of features that `names.spelled_like` gives."""
+        """Spells the names of features like a vocabulary; features of equal names are merged."""
         names = _names.spelled_like(self.feature_names, vocabulary_)
         if names is self.feature_names:
             return self
@@ -252,7 +252,7 @@ class NamedRows:
 def align_features[Data: NamedRows](
     dataset: Data, features: FeatureNames | Iterable[object]
 ) -> tuple[Data, str | None]:
-    """Does `NamedRows.align_features`, and returns the text of its warning."""
+    """`NamedRows.align_features`, which returns the text of the warning in place of giving it."""
     wanted = _names.of_features(features)
     dataset = dataset._spelled_like(wanted)
     column = _names.find_names(dataset.feature_names, wanted)
@@ -267,15 +267,15 @@ def align_features[Data: NamedRows](
 
 
 def _about_unknown(known: np.ndarray, unknown: Names, wanted: Names) -> str | None:
-    """The text of a warning of entries whose features a vocabulary lacks; None if none.
+    """The text of the warning about entries with unknown features; None if there are none.
 
     Args:
       known: `[entries]` bool: whether the vocabulary has the entry's feature.
-      unknown: the features that it lacks.
-      wanted: the vocabulary.
+      unknown: names of the features that the vocabulary lacks.
+      wanted: names of the vocabulary.
 
     Raises:
-      ValueError: there are entries, and all are of unknown features.
+      ValueError: all entries have unknown features.
     """
     left_out = len(known) - int(known.sum())
     if not left_out:
@@ -293,10 +293,13 @@ def _about_unknown(known: np.ndarray, unknown: Names, wanted: Names) -> str | No
 
 
 def checked_left_out(left_out: object, num_rows: int) -> np.ndarray | None:
-    """`[rows]` int32, or None if nothing was left out.
+    """Checks counts of entries that were left out of each row; None if all are 0.
+
+    Returns:
+      `[rows]` int32.
 
     Raises:
-      ValueError: these are not a count for each row.
+      ValueError: `left_out` is not a count for each row.
     """
     if left_out is None:
         return None
@@ -310,7 +313,7 @@ def checked_left_out(left_out: object, num_rows: int) -> np.ndarray | None:
 
 
 def check_times(times: np.ndarray) -> None:
-    """Raises ValueError unless these are finite and of a type that times have."""
+    """Raises ValueError unless all times are finite and have one of the dtypes of times."""
     if times.dtype not in (np.int64, np.float64, "datetime64[us]"):
         raise ValueError(
             f"times must be int64, float64 or datetime64[us], got {times.dtype}"

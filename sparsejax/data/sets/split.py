@@ -26,20 +26,20 @@ def heldout_entries(
     *,
     occurrences: np.ndarray | None = None,
 ) -> np.ndarray:
-    """`[entries]` bool: the entries that `SparseDataset.split` holds out.
+    """`[entries]` bool: whether `SparseDataset.split` holds an entry out.
 
     Each entry gets a 64-bit key: a hash of seed, row name and feature name. In each row
     the entries with the smallest keys are held out.
 
     Args:
-      indptr: `[rows + 1]` the begin of each row.
-      indices: `[entries]` the feature of each entry.
-      row_names: `[rows]`.
-      feature_names: `[features]`.
-      fraction: share of each row that stays.
+      indptr: `[rows + 1]` offsets of the rows.
+      indices: `[entries]` feature of each entry.
+      row_names: `[rows]` names of the rows.
+      feature_names: `[features]` names of the features.
+      fraction: share of each row's entries that stays in train.
       seed: any integer.
-      occurrences: `[entries]` how many entries of the row before it have the same
-        feature; None if there are none.
+      occurrences: `[entries]` number of earlier entries of the row with an equal feature;
+        None if no feature repeats.
 
     Raises:
       ValueError: `fraction` is outside (0, 1).
@@ -62,16 +62,16 @@ def heldout_by_hash(
     fraction: float,
     occurrences: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The `heldout_entries` of some rows, with the `hashes` of names.
+    """Calculates `heldout_entries` from `hashes` of names, for some rows.
 
     Args:
-      indptr: `[rows + 1]` the begin of each row.
+      indptr: `[rows + 1]` offsets of the rows.
       indices: `[entries]` positions in `feature_hashes`.
-      row_hashes: `[rows]`.
-      feature_hashes: `[features]`.
-      fraction: share of the entries that stays in train.
-      occurrences: `[entries]` how often the row has had the feature before; by default
-        0 for all.
+      row_hashes: `[rows]` hashes of the rows' names.
+      feature_hashes: `[features]` hashes of the features' names.
+      fraction: share of each row's entries that stays in train.
+      occurrences: `[entries]` number of earlier entries of the row with an equal feature; by
+        default 0 for all.
 
     Raises:
       ValueError: `fraction` is outside (0, 1).
@@ -83,7 +83,7 @@ def heldout_by_hash(
     if occurrences is not None:
         of_features += occurrences.astype(np.uint64)
     keys = _mix(row_hashes[rows] ^ _mix(of_features))
-    # Sorted by key within each row: one sort of (row, high bits of the key).
+    # Sort by key within each row, by one sort of (row, high bits of the key).
     row_bits = np.uint64(max(len(lengths).bit_length(), 1))
     row_part = rows.astype(np.uint64) << (np.uint64(64) - row_bits)
     order = np.argsort(row_part | (keys >> row_bits))
@@ -96,12 +96,12 @@ def heldout_by_hash(
 def heldout_last(
     indptr: np.ndarray, times: np.ndarray, order: np.ndarray, n: int
 ) -> np.ndarray:
-    """`[entries]` bool: the entries that `SparseDataset.split_last` holds out.
+    """`[entries]` bool: whether `SparseDataset.split_last` holds an entry out.
 
     Args:
-      indptr: `[rows + 1]` the begin of each row.
-      times: `[entries]`, of any type that can be ordered.
-      order: `[entries]` integers that order entries of the same row and time.
+      indptr: `[rows + 1]` offsets of the rows.
+      times: `[entries]` times, of any type that can be ordered.
+      order: `[entries]` integers that order entries with equal row and time.
       n: number of entries to hold out from each row. One entry of a row always stays.
 
     Raises:
@@ -120,7 +120,7 @@ def heldout_last(
 
 
 def check_repeats(repeats: str) -> None:
-    """Raises ValueError unless it is one of the choices of held-out repeats."""
+    """Raises ValueError unless `repeats` is "new" or "all"."""
     if repeats not in ("new", "all"):
         raise ValueError(f'repeats is "new" or "all", got {repeats!r}')
 
@@ -132,15 +132,16 @@ def parts_at(
     repeats: Repeats,
     known: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The entries of both parts of `split_at`: each part has the entries of its own events.
+    """Assigns entries to the parts of `split_at` by their events before and after the cut.
 
     Args:
-      times: `[entries]` the time of the latest event of each entry.
-      first: `[entries]` the time of the earliest event of each entry.
-      cut: events at or after it are held out.
-      repeats: "new" holds out entries that are not known; "all" holds out all later ones.
-      known: `[entries]` bool: whether the row has the feature before the cut; by
-        default whether an event of the entry is before it.
+      times: `[entries]` time of the latest event of each entry.
+      first: `[entries]` time of the earliest event of each entry.
+      cut: time of the split; events at or after it are held out.
+      repeats: "new" holds out later entries that are not known; "all" holds out all later
+        entries.
+      known: `[entries]` bool: whether the row has the feature before the cut; by default
+        whether an event of the entry is before it.
 
     Returns:
       `(stays, is_held)`, each `[entries]` bool. An entry may be in both parts.
@@ -163,7 +164,7 @@ def parts_at(
 def are_known(
     rows: np.ndarray, items: np.ndarray, is_held: np.ndarray, num_items: int
 ) -> np.ndarray:
-    """`[entries]` bool: whether an entry repeats one of its row that is not held out."""
+    """`[entries]` bool: whether an entry's row has its item in an entry that is not held out."""
     pairs = rows.astype(np.int64) * num_items + items
     return np.isin(pairs, pairs[~is_held])
 
@@ -171,11 +172,11 @@ def are_known(
 def cut_of(
     times: np.ndarray, time: Time | None, fraction: float | None
 ) -> int | float | np.number | np.datetime64:
-    """The time from which on `split_at` holds out, as `times` has it.
+    """The time of the split for `split_at`, in the type of `times`.
 
     Raises:
-      ValueError: `time` is of another kind, `fraction` is outside (0, 1), both or
-        neither are given, or a part would be empty.
+      ValueError: `time` is of another kind, `fraction` is outside (0, 1), both or neither
+        are given, or all times are equal.
     """
     if time is not None and fraction is None:
         return as_time(time, times)
@@ -185,13 +186,13 @@ def cut_of(
 
 
 def time_of_share(times: np.ndarray, fraction: float) -> np.number | np.datetime64:
-    """The time before which about a `fraction` of the entries lie.
+    """The time before which about a share `fraction` of the entries is.
 
-    It is the time with the closest share, but never the first one. Of two equally close
-    times it is the earlier.
+    It is the time with the closest share, but never the earliest one. If two times are
+    equally close, it is the earlier of them.
 
     Args:
-      times: `[entries]`.
+      times: `[entries]` times.
       fraction: share in (0, 1).
 
     Raises:
@@ -206,7 +207,7 @@ def time_of_share(times: np.ndarray, fraction: float) -> np.number | np.datetime
 
 
 def as_time(time: Time, times: np.ndarray) -> int | float | np.datetime64:
-    """The time in the type of `times`: `times >= as_time(time, times)` are at or after it.
+    """Converts a time so that `times >= as_time(time, times)` finds times at or after it.
 
     Integers are compared exactly, floats as float64, dates in microseconds of UTC.
 
@@ -229,12 +230,12 @@ def as_time(time: Time, times: np.ndarray) -> int | float | np.datetime64:
         )
     given = time.item() if isinstance(time, np.number) else time
     if times.dtype.kind == "i" and math.isfinite(given):
-        return math.ceil(given)  # float64 does not hold large integers
+        return math.ceil(given)  # float64 cannot hold large integers exactly
     return given
 
 
 def _datetime(time: str | datetime.date | np.datetime64) -> np.datetime64:
-    """The time in microseconds, rounded up, and in UTC if it has a zone."""
+    """Converts a time to microseconds, rounded up, and to UTC if it has a time zone."""
     if isinstance(time, str):
         try:
             time = datetime.datetime.fromisoformat(time)
@@ -251,23 +252,23 @@ def _datetime(time: str | datetime.date | np.datetime64) -> np.datetime64:
 
 
 def heldout_names(names: Names, fraction: float, seed: int) -> np.ndarray:
-    """`[names]` bool: the rows or items that `split_rows` or `split_items` holds out.
+    """`[names]` bool: whether `split_rows` or `split_items` holds a row or item out.
 
-    Each gets a 64-bit key: a hash of seed and name. Those with the smallest keys are held
-    out.
+    Each name gets a 64-bit key: a hash of seed and name. The names with the smallest keys are
+    held out.
 
     Raises:
       ValueError: `fraction` is outside (0, 1).
     """
     count = int(_num_held(np.array([len(names)]), fraction)[0])
     is_held = np.zeros(len(names), bool)
-    # Mixed, so that this choice differs from the choice of entries with an equal seed.
+    # Hashes are mixed so that this choice is independent of `split` with an equal seed.
     is_held[np.argsort(_mix(hashes(names, seed)), kind="stable")[:count]] = True
     return is_held
 
 
 def heldout_positions(count: int, fraction: float, seed: int) -> np.ndarray:
-    """`[count]` bool: the examples that `ClickDataset.split_rows` holds out.
+    """`[count]` bool: whether `ClickDataset.split_rows` holds an example out.
 
     Each position gets a 64-bit key, a hash of seed and position. The positions with the
     smallest keys are held out.
@@ -284,9 +285,9 @@ def heldout_positions(count: int, fraction: float, seed: int) -> np.ndarray:
 
 
 def _num_held(counts: np.ndarray, fraction: float) -> np.ndarray:
-    """How many of each of `counts` are held out: rounded half up, but one stays."""
+    """The number held out from each count: a share rounded half up; at least one stays."""
     check_fraction(fraction)
-    # 1 - 0.9 is a little below 0.1, but 5 times it must be rounded up. Nine decimals do.
+    # 1 - 0.9 is slightly below 0.1, but 5 times it must round up: so round to 9 decimals first.
     shares = np.round((1 - fraction) * counts, 9)
     return np.minimum(np.floor(shares + 0.5), np.maximum(counts - 1, 0))
 
@@ -310,13 +311,13 @@ def warn_of_repeats(repeated: int, heldout: int) -> None:
 
 
 def check_fraction(fraction: float) -> None:
-    """Raises ValueError unless it is between 0 and 1."""
+    """Raises ValueError unless `fraction` is between 0 and 1, exclusive."""
     if not 0 < fraction < 1:
         raise ValueError(f"fraction must lie in (0, 1), got {fraction}")
 
 
 def hashes(names: Names, seed: int) -> np.ndarray:
-    """`[n]` uint64 from each name and the seed, the same on every machine and version."""
+    """`[n]` uint64 hashes of name and seed, equal on every machine and in every version."""
     keyed = hashlib.blake2b(str(seed).encode() + b"\0", digest_size=8)
     digests = bytearray()
     for name in names:
@@ -327,7 +328,7 @@ def hashes(names: Names, seed: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014), modulo 2^64."""
+    """Mixes bits by the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), modulo 2^64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
