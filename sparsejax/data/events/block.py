@@ -1,4 +1,4 @@
-"""Cells as decoders give them, and the one check that makes blocks of events from them."""
+"""Cells, which decoders of all formats yield, and their check, which makes blocks of events."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from sparsejax.data.files.values import (
     value_problem,
 )
 
-# Faults of an event, in the order in which they are looked for.
+# Faults of an event, in the order of the checks.
 NO_USER, NO_ITEM = "events without a user", "events without an item"
 NO_VALUE = "events whose value is null or not finite as float32"
 NO_TIME = "events whose time is null or is not a time"
 
 
-# Keys of `Cells.columns` for columns that are no role of an event: this and their name.
+# Prefix of the keys in `Cells.columns` for columns without a role; the column's name follows.
 _BESIDE = "beside/"
 
 
 def beside(names: Iterable[str]) -> dict[str, str]:
-    """The names of columns that have no role, by their keys in `Cells.columns`."""
+    """The names of columns without a role, by their keys in `Cells.columns`."""
     return {f"{_BESIDE}{name}": name for name in names}
 
 
 class Cells(NamedTuple):
-    """Some rows as they are in a source.
+    """Rows of a source, as a decoder yields them, before they are checked.
 
     Attributes:
-      columns: `[rows]` the cells of each column, by its name; of events by its role. A
-        column may have lists.
-      error: function that makes the error for a row, from its number in `columns` and a
+      columns: `[rows]` cells of each column, by its role; otherwise by its name. A column may
+        hold lists.
+      error: function that makes the error for a row, from the row's number in `columns` and a
         message.
-      path: the source.
+      path: name of the source in messages.
     """
 
     columns: dict[str, pa.Array]
@@ -66,22 +66,22 @@ class Cells(NamedTuple):
 
 
 def row_error(path: Path, first: int) -> Callable[[int, str], DataError]:
-    """The `error` of cells of a table, whose first row has the number `first`."""
+    """Makes `Cells.error` for a table whose cells begin at the row number `first`."""
     return lambda row, message: DataError.at(path, f"row {first + row:,}: {message}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Rows that were read from a part of a file.
+    """Rows of a part of a source, checked.
 
     Attributes:
-      rows: `[lines]` the row name on each line.
-      lengths: `[lines]` int, how many entries each line has; None if each has one.
-      features: `[entries]` feature names, line after line.
+      rows: `[lines]` name of the row on each line.
+      lengths: `[lines]` int number of entries on each line; None if each has one.
+      features: `[entries]` names of features, line after line.
       values: `[entries]` float64, or None.
       times: `[entries]` int64, float64 or datetime64[us], or None.
-      beside: `[entries]` cells of the columns that have no role, by name; None if none was
-        asked for. They are not checked.
+      beside: `[entries]` cells of the columns without a role, by name; None if no such
+        columns are read. They are not checked.
     """
 
     rows: pa.Array
@@ -92,7 +92,7 @@ class Block:
     beside: Cells | None = None
 
     def as_events(self) -> Block:
-        """The same with one entry on each line, and names as text."""
+        """Converts the block to one entry on each line, with names as text."""
         rows = self.rows
         if self.lengths is not None:
             lines = np.repeat(np.arange(len(rows)), self.lengths)
@@ -104,11 +104,11 @@ class Block:
 
 @dataclasses.dataclass
 class Wrong:
-    """Faults of events.
+    """A counter of wrong events.
 
     Attributes:
       counts: number of wrong events, by the kind of fault.
-      first: the first one, for a message.
+      first: description of the first wrong event, for a message.
     """
 
     counts: collections.Counter[str] = dataclasses.field(
@@ -123,12 +123,12 @@ class Wrong:
 
 @dataclasses.dataclass
 class _Faults:
-    """Faults of some rows, of which the first row counts.
+    """The first fault in a block of rows.
 
     Attributes:
-      row: the first row with a fault, or None.
-      problem: the fault, in words for a message.
-      missing: the role of a name that is missing there, or None.
+      row: first row with a fault, or None.
+      problem: text of the fault, for a message.
+      missing: role of the name that is missing in that row, or None.
     """
 
     entries: _Entries
@@ -144,7 +144,7 @@ class _Faults:
         by_row: bool = False,
         missing: str | None = None,
     ) -> None:
-        """Notes the first of `wrong: [entries]` bool, or of `[rows]`."""
+        """Records the first true element of `wrong`: `[entries]`, or `[rows]` if `by_row`."""
         if not wrong.any():
             return
         at = int(np.argmax(wrong))
@@ -155,18 +155,17 @@ class _Faults:
 
 @dataclasses.dataclass
 class Check:
-    """The one check of events: strict, or counting.
+    """The check of events in all formats, which is strict or counts faults.
 
-    If it is strict, the first row with a fault is an error. If it counts, wrong events are
+    If it is strict, the first row with a fault raises an error. Otherwise wrong events are
     left out and counted in `wrong`.
 
     Attributes:
-      columns: the columns that were read, for messages; None if the source has no
-        columns.
-      names: the name of each role's column, for messages; None for lines of text.
-      encoded: encode names as text in dictionaries. If False, they keep their type.
+      columns: columns that were read, for messages; None for formats without columns.
+      names: name of each role's column, for messages; None for lines of text.
+      encoded: convert names to text in dictionaries. If False, they keep their type.
       wrong: counter of faults; None if the check is strict.
-      skips: give the events behind a wrong one, too. Otherwise they are only counted.
+      skips: yield the events after a wrong one, too. Otherwise they are only counted.
       valued: whether entries have values. None before the first entry.
       kind: kind of the times, "" if entries have none. None before the first entry.
       time_format: format of times that are text, for `strptime`; None means ISO 8601.
@@ -182,7 +181,7 @@ class Check:
     time_format: str | None = None
 
     def blocks(self, parts: Iterable[Cells]) -> Iterator[Block]:
-        """Checks cells by role, some rows at a time.
+        """Checks cells, some rows at a time, and yields them as blocks.
 
         Raises:
           DataError: a row is wrong; the message has its number or its line.
@@ -207,7 +206,7 @@ class Check:
             yield block
 
     def _strict(self, cells: Cells) -> tuple[Block, _Faults]:
-        """A block and its faults. If there are faults, the block is of no use."""
+        """A block and its faults. If there is a fault, the block must not be used."""
         entries = _Entries.of(cells)
         faults = _Faults(entries)
         users = self._names("user", entries.user, faults)
@@ -248,7 +247,7 @@ class Check:
         faults.look(mixed, mixed_values(self.valued))
         if not self.valued:
             return None
-        if mixed.any():  # what comes before it may be wrong, too
+        if mixed.any():  # values before this one may have a fault, which comes first
             column = column[: int(np.argmax(mixed))]
         if not _is_text(column):
             values = column.cast(pa.float64(), safe=False)
@@ -299,8 +298,8 @@ class Check:
         return None if column is None else column.name
 
     def _how_often(self, role: str, cells: Cells, rest: Iterator[Cells]) -> str:
-        """How many names are missing in these cells and in all that follow."""
-        # Lines are corrected one by one, but columns each as a whole.
+        """A text with the number of missing names in these cells and in all later ones."""
+        # In a file of lines each line is corrected, in a table the whole column of a role.
         roles = ("user", "item") if self.names is None else (role,)
 
         def missing(cells: Cells) -> int:
@@ -320,7 +319,7 @@ class Check:
         return f", {count:,} times in all: {remedy}"
 
     def _counted(self, cells: Cells, counts: Wrong) -> Block:
-        """The events that are right, one on each row."""
+        """Leaves wrong events out and counts them; the block has one event on each row."""
         entries = _Entries.of(cells)
         users, items = entries.each(entries.user), entries.item
         assert users is not None
@@ -389,7 +388,7 @@ class Check:
     def _are_valued(
         self, column: pa.Array, keep: np.ndarray, entries: _Entries
     ) -> bool:
-        """Whether events have values: they have none if those of the first batch are null."""
+        """Whether events have values; they have none if the first batch has only nulls."""
         given = keep & ~_are_null(column)
         if self.valued is None and keep.any():
             self.valued = bool(given.any())
@@ -399,7 +398,7 @@ class Check:
         return bool(self.valued)
 
     def _some_times(self, column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-        """The times, and `[n]` bool whether each is a time. If not, it is 0."""
+        """The times, and `[n]` bool: whether a cell is a time. Other cells become 0."""
         if self.time_format is not None and _is_text(column):
             return parse_formatted(column, self.time_format)
         is_time = ~are_no_times(column)
@@ -409,7 +408,7 @@ class Check:
         times = np.zeros(len(column), type_)
         start = 0
         for part in found:
-            if part is None:  # this one is not a time
+            if part is None:  # this cell is not a time
                 is_time[given[start]] = False
                 start += 1
                 continue
@@ -421,7 +420,7 @@ class Check:
         return times, is_time
 
     def _parsed(self, column: pa.Array) -> list[np.ndarray | None]:
-        """The times in pieces, one after the other; None for a cell that is not a time."""
+        """The times in consecutive pieces; None in place of a cell that is not a time."""
         if not len(column):
             return []
         found = parse_times(column)
@@ -431,19 +430,19 @@ class Check:
         if len(column) == 1:
             return [None]
         middle = len(column) // 2
-        # Halves, so that few wrong times among many are found quickly.
+        # The column is halved, so that few wrong times among many are found quickly.
         return self._parsed(column[:middle]) + self._parsed(column[middle:])
 
 
 def _kept(cells: Cells, keep: np.ndarray) -> Cells:
-    """The rows of which `keep: [rows]` is true."""
+    """Selects the rows for which `keep: [rows]` is true; errors have their original numbers."""
     rows, chosen = np.flatnonzero(keep), pa.array(keep)
     columns = {name: column.filter(chosen) for name, column in cells.columns.items()}
     return Cells(columns, lambda at, text: cells.error(int(rows[at]), text), cells.path)
 
 
 _EMPTY = {"user": "the user (row) is empty", "item": "the item (feature) is empty"}
-# Tables have nulls, too.
+# Messages for tables, whose cells may also be null.
 NO_NAME = {
     "user": "the user (row) is empty or null",
     "item": "an item (feature) is empty or null",
@@ -452,12 +451,12 @@ NO_NAME = {
 
 @dataclasses.dataclass(frozen=True)
 class _Entries:
-    """The entries of some rows: one on each row, or those of its lists.
+    """The entries of some rows: one for each row, or one for each element of its lists.
 
     Attributes:
-      cells: the rows.
-      user: `[rows]`, or None.
-      item: `[entries]`.
+      cells: cells of the rows.
+      user: `[rows]` names of users, or None.
+      item: `[entries]` names of items.
       sizes: `[rows]` int64 number of entries; None if each row has one.
     """
 
@@ -479,27 +478,27 @@ class _Entries:
         return len(self.item) if self.sizes is None else len(self.sizes)
 
     def row(self, entry: int) -> int:
-        """The row with an entry."""
+        """The number of the row that has an entry."""
         if self.sizes is None:
             return entry
         return int(np.searchsorted(np.cumsum(self.sizes), entry, side="right"))
 
     def each(self, column: pa.Array | None) -> pa.Array | None:
-        """A column of rows, with a cell for each entry."""
+        """Repeats the cells of a column `[rows]` for each entry of the row."""
         if self.sizes is None or column is None:
             return column
         rows = np.repeat(np.arange(len(self.sizes)), self.sizes)
         return column.take(arrow.from_numbers(rows))
 
     def unlike(self, role: str) -> np.ndarray:
-        """`[rows]` bool: whether a row has another number of items than of values or times."""
+        """`[rows]` bool: whether a row's numbers of items and of the role's cells differ."""
         column = self.cells.columns.get(role)
         if column is None or self.sizes is None or not is_list(column.type):
             return np.zeros(self.num_rows, bool)
         return list_lengths(column) != self.sizes
 
     def beside(self, faults: _Faults) -> Cells | None:
-        """`[entries]` the columns that have no role; None if there are none.
+        """The cells of columns without a role, `[entries]` each; None if there are none.
 
         A row may have one cell for all its items.
         """
@@ -522,7 +521,7 @@ class _Entries:
         return Cells(columns, error, self.cells.path) if columns else None
 
     def column(self, role: str) -> pa.Array | None:
-        """`[entries]` values or times. A row may have one time for all its items."""
+        """The values or times of entries. A row may have one cell for all its items."""
         if (column := self.cells.columns.get(role)) is None:
             return None
         if is_list(column.type):
@@ -538,7 +537,7 @@ def _is_text(column: pa.Array) -> bool:
 
 
 def _trimmed(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """Text without white space at its ends, and `[n]` bool: whether a cell is missing."""
+    """Strips white space from text; returns it with `[n]` bool: whether a cell is missing."""
     if not _is_text(column):
         return column, _are_null(column)
     column = trim(arrow.filled(column, ""))
@@ -555,7 +554,7 @@ def _are_finite(values: np.ndarray) -> np.ndarray:
 
 
 def mixed_values(valued: bool) -> str:
-    """The message for an entry that differs from those before it."""
+    """The error text for an entry with a value after entries without, or the reverse."""
     entry, earlier = ("no value", "one") if valued else ("a value", "none")
     return (
         f"an entry has {entry} but earlier entries have {earlier}; give all entries a "
@@ -564,8 +563,8 @@ def mixed_values(valued: bool) -> str:
 
 
 def encoded_names(names: pa.Array, path: Path) -> pa.DictionaryArray:
-    """The names in a dictionary of the distinct ones, as text in order of appearance."""
-    if pt.is_dictionary(names.type):  # its dictionary may have names that do not appear
+    """Encodes names as a dictionary of distinct texts, in order of first appearance."""
+    if pt.is_dictionary(names.type):  # it may have names that do not appear
         codes = names.indices.dictionary_encode()
         distinct = without_views(names.dictionary).take(codes.dictionary)
     else:
@@ -584,12 +583,12 @@ def _not_text(path: Path, error: Exception) -> DataError:
 
 
 def flat(column: pa.Array) -> pa.Array:
-    """The entries of a column, which may hold lists."""
+    """The entries of a column: its cells, or the elements of its lists."""
     return column.flatten() if is_list(column.type) else column
 
 
 def list_lengths(lists: pa.Array) -> np.ndarray:
-    """`[rows]` length of each list; null counts as empty."""
+    """`[rows]` length of each list; a null counts as empty."""
     lengths = pc.call_function("list_value_length", [lists])
     return arrow.numbers(arrow.filled(lengths, 0)).astype(np.int64)
 
@@ -600,6 +599,6 @@ def is_list(type_: pa.DataType) -> bool:
 
 
 def lists(entries: pa.Array, sizes: np.ndarray) -> pa.LargeListArray:
-    """`[rows]` lists of so many entries each."""
+    """Makes `[rows]` lists from their elements and `sizes: [rows]`."""
     ends = np.append(0, np.cumsum(sizes, dtype=np.int64))
     return pa.LargeListArray.from_arrays(arrow.from_numbers(ends), entries)

@@ -1,4 +1,4 @@
-"""Finds out how to read a file of pairs: its delimiter, its header and its columns."""
+"""Finds the delimiter, the header and the columns of a file of pairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DELIMITERS = ("\t", "::", ",", ";", "|")
 
 _INTEGER = re.compile("0|-?[1-9][0-9]*")
 _TYPED = re.compile("(.+):(token|float|token_seq|float_seq)")
-_SAMPLE = 100  # records that are looked at to find the layout
+_SAMPLE = 100  # first records, from which the layout is found
 _MOVIELENS = [
     ["integers"] * 2 + [rating, "integers"] for rating in ("integers", "fractions")
 ]
@@ -35,18 +35,18 @@ _MOVIELENS = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout(TextLayout):
-    """How to read a file of pairs.
+    """The delimiter, header and columns of a file of pairs.
 
     Attributes:
-      columns: the columns that are read, and the role of each. Constant columns stand behind
-        the columns of the file.
+      columns: the columns to read, by role. Constant columns have positions after the last
+        column of the file.
     """
 
     columns: Columns
 
     @property
     def places(self) -> dict[str, int]:
-        """The position of each column that is read, by its key in `Cells.columns`."""
+        """The position in the file of each column to read, by its key in `Cells.columns`."""
         return {
             key: column.position
             for key, column in columns_read(self.columns).items()
@@ -55,7 +55,7 @@ class Layout(TextLayout):
 
 
 def columns_read(columns: Columns) -> dict[str, SourceColumn]:
-    """The columns that are read, by their keys in `Cells.columns`."""
+    """The columns to read, by their keys in `Cells.columns`."""
     found = {role: getattr(columns, role) for role in SYNONYMS}
     keys = beside(c.name or "" for c in columns.beside)
     found |= dict(zip(keys, columns.beside, strict=True))
@@ -73,21 +73,21 @@ def find_layout(
     time_format: str | None = None,
     further: Sequence[str] = (),
 ) -> Layout:
-    """Finds the settings that the caller left open, from the first records; see `read_pairs`.
+    """Finds the layout of a file from its first records, with the rules of `read_pairs`.
 
     Args:
-      path: the file.
-      chosen: the caller's choice of columns.
-      delimiter: text between the columns, one or two characters; None finds it.
-      header: whether the first line has their names.
+      path: path of the file.
+      chosen: columns that the caller chose for roles.
+      delimiter: text between the columns, one or two characters; None guesses it.
+      header: whether the first line has the columns' names; None guesses it.
       indicator: ignore values.
-      constants: further columns, each with the text that all its cells have.
+      constants: text of each constant column, by name; None is a null.
       time_format: format of times that are text, for `strptime`; None means ISO 8601.
       further: names of columns to read that have no role.
 
     Raises:
       DataError: the file is empty, or it is not clear how to read it.
-      ValueError: the delimiter cannot be one, or a column has two roles.
+      ValueError: the delimiter is not possible, or a column has two roles.
     """
     if delimiter is not None and (
         not 1 <= len(delimiter) <= 2 or set(delimiter) & set('\r\n"\0')
@@ -177,7 +177,7 @@ def find_layout(
         if c.position not in (*places.values(), *at_further)
     ]
     found = {role: columns[at] for role, at in places.items()}
-    for role in ("user", "item"):  # names like `7.0` and `007` are text
+    for role in ("user", "item"):  # integers only if all are: `7.0` and `007` are text
         if places[role] >= len(first) or not are_integers[places[role]]:
             found[role] = dataclasses.replace(found[role], type="text")
     read = Columns(
@@ -206,9 +206,9 @@ def find_layout(
 
 
 def typed_header(cells: Sequence[str]) -> list[tuple[str, str]] | None:
-    """Name and type of each column of a header like `user_id:token`, as of RecBole.
+    """The name and type of each column of a header of RecBole, like `user_id:token`.
 
-    None if a cell is not of this form.
+    The result is None if a cell does not have this form.
     """
     found = [_TYPED.fullmatch(cell.strip()) for cell in cells]
     if not all(found):
@@ -219,7 +219,7 @@ def typed_header(cells: Sequence[str]) -> list[tuple[str, str]] | None:
 def _without_types(
     chosen: Chosen, cells: Sequence[str], names: Sequence[str]
 ) -> Chosen:
-    """The choice, where a column may be named with its type."""
+    """Removes types from the caller's names of columns, like ":token" from "user_id:token"."""
     of = dict(zip([cell.strip() for cell in cells], names, strict=True))
     given = {role: chosen.of(role) for role in SYNONYMS}
     given = {role: of.get(c, c) for role, c in given.items() if isinstance(c, str)}
@@ -233,10 +233,10 @@ def _check_lists(
     lists: frozenset[int],
     line: int,
 ) -> None:
-    """Raises DataError if a column has lists where it cannot."""
+    """Raises DataError if a role's column has lists where it must not, or lacks them."""
     has_lists = places["item"] in lists
     for role, at in places.items():
-        # There may be one time for a whole list of items.
+        # A list of items may have one time for all of them.
         wanted = {"user": False, "item": has_lists, "value": has_lists}.get(role)
         is_list = at in lists
         if is_list != (is_list and has_lists if wanted is None else wanted):
@@ -256,8 +256,8 @@ def _by_position(
 ) -> dict[str, int]:
     """The position of each role's column in a file without a header.
 
-    If two columns are left that the caller did not choose, they are user and item.
-    `user::item::rating::time` of MovieLens is known.
+    If the caller left exactly two columns open, they are user and item. The columns
+    `user::item::rating::time` of MovieLens are recognized.
     """
     named = [role for role in roles if chosen.of(role) is not None]
     places = find_columns(path, columns, chosen, roles=named, line=line)
@@ -284,7 +284,7 @@ def _by_position(
 
 
 def _type(cells: Sequence[str]) -> str:
-    """The type of some cells of a column, in a word."""
+    """The type of a column's cells: "empty", "integers", "fractions", "dates" or "text"."""
     cells = [cell for cell in cells if cell]
     if not cells:
         return "empty"
@@ -301,7 +301,7 @@ def _type(cells: Sequence[str]) -> str:
 def _has_header(path: Path, records: Sequence[tuple[int, list[str]]]) -> bool:
     """Whether the first record is a header.
 
-    It is if two of its cells are known names of columns. It is also if all its cells are
+    It is a header if two of its cells are known names of columns, or if all its cells are
     text and one column has only numbers or dates below.
 
     Raises:
@@ -329,10 +329,10 @@ def _has_header(path: Path, records: Sequence[tuple[int, list[str]]]) -> bool:
 
 
 def _guess_delimiter(lines: Lines) -> str:
-    """The delimiter that gives all records the same number of columns.
+    """The delimiter with which all records have equal numbers of columns.
 
     Raises:
-      DataError: several delimiters do.
+      DataError: several delimiters have this property.
     """
     text = lines.data.decode()
     inside = [delimiter for delimiter in DELIMITERS if delimiter in text]
@@ -359,16 +359,16 @@ def _guess_delimiter(lines: Lines) -> str:
 
 
 def _sample(lines: Lines, delimiter: str) -> list[tuple[int, list[str]]]:
-    """`(line, cells)` of each of the first records."""
+    """The first records, as `(line, cells)` each; `line` is the number of the first line."""
     found: list[tuple[int, list[str]]] = []
     for line, _, cells in read_records(lines, delimiter):
         found.append((line, cells))
         if len(found) == _SAMPLE:
             return found
-    # The last record may end within quotes.
+    # The sample may end inside the quotes of the last record.
     return found[:-1] if len(found) > 2 and has_quotes(delimiter) else found
 
 
 def _end_of_first(lines: Lines, delimiter: str) -> int:
-    """The number of the line behind the first record."""
+    """The number of the line after the first record."""
     return next(end for _, end, _ in read_records(lines, delimiter))

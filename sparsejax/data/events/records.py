@@ -1,4 +1,4 @@
-"""Records of CSV and TSV files: their begin and end, their cells in Python, and columns."""
+"""Parses records of CSV and TSV files: where they end, their cells, and Arrow columns."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from sparsejax.data.files.opening import (
 )
 from sparsejax.data.files.values import lengths, trim
 
-# A quoted field may have several lines. A record may not be longer than this, so that a
-# quote that is not closed is found.
+# A quoted field may have several lines. A record must not be longer than this, so that a
+# quote that is not closed is detected.
 MAX_RECORD_BYTES = BLOCK_BYTES
-# ASCII's unit separator replaces a delimiter of two characters. Text does not have it.
+# ASCII's unit separator, which text files do not use, replaces a delimiter of two characters.
 _UNIT = "\x1f"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextLayout:
-    """How a file of records is written.
+    """The delimiter, columns and header of a file of records.
 
     Attributes:
       delimiter: text between the columns: one or two characters.
-      first_line: the line of the first record behind the header, counted from 1.
+      first_line: number of the first line after the header, counted from 1.
       num_columns: number of columns of each record.
-      names: the names of the columns, if messages should have them.
-      header: the text of the header, or None.
-      lists: the positions of columns whose cells are lists, separated by spaces.
+      names: names of the columns, for messages; may be empty.
+      header: text of the header, or None.
+      lists: positions of columns whose cells are lists, separated by spaces.
     """
 
     delimiter: str
@@ -55,7 +55,7 @@ class TextLayout:
     lists: frozenset[int] = frozenset()
 
     def uneven(self, count: int) -> str:
-        """The message for a record with another number of columns."""
+        """The error text for a record with another number of columns, `count`."""
         if self.names:
             return (
                 f"expected {self.num_columns} columns ({', '.join(self.names[:3])}, ...), "
@@ -77,17 +77,17 @@ def record_cells(
     """Parses the records of a file, a block at a time.
 
     Args:
-      stream: the file, opened.
-      path: the file that messages name.
-      layout: how it is written.
-      places: the position of the column for each key of the result.
-      encoded: the keys of columns with cells that repeat, which come in a dictionary: that
-        of a block is smaller than the block.
-      block_bytes: about the size of a block.
-      max_record_bytes: most bytes of a record that continues behind a block.
+      stream: the opened file.
+      path: name of the file in messages.
+      layout: delimiter, columns and header of the file.
+      places: position of the column for each key of the result.
+      encoded: keys of columns with repeated cells, which are returned as dictionaries to save
+        memory.
+      block_bytes: approximate size of a block in bytes.
+      max_record_bytes: most bytes of a record that continues after a block.
 
     Raises:
-      DataError: a record has another number of columns. The cells before it come first.
+      DataError: a record has another number of columns. The cells before it are yielded first.
     """
     dictionary = pa.dictionary(pa.int32(), pa.string())
     types = {
@@ -132,29 +132,29 @@ def record_cells(
 
 
 def _whole(lines: Lines, layout: TextLayout) -> Iterator[tuple[int, list[str]]]:
-    """Line and cells of the records that `parse_columns` does not skip."""
+    """Yields `(line, cells)` of the records that `parse_columns` does not skip."""
     for line, _, cells in read_records(lines, layout.delimiter):
         if len(cells) == layout.num_columns or layout.delimiter.join(cells).strip():
             yield line, cells
 
 
 def _split(texts: pa.Array) -> pa.Array:
-    """Lists of the parts of each text between spaces."""
+    """Splits each text at spaces into a list."""
     return lists(*split_lists(texts))
 
 
 def separator(delimiter: str) -> str:
-    """The character that separates columns in the result of `with_one_separator`."""
+    """The character between columns in the result of `with_one_separator`."""
     return delimiter if len(delimiter) == 1 else _UNIT
 
 
 def has_quotes(delimiter: str) -> bool:
-    """Whether fields may be quoted. By convention not where TAB or two characters separate."""
+    """Whether fields may be quoted; by convention not with TAB or two characters as delimiter."""
     return delimiter != "\t" and len(delimiter) == 1
 
 
 def with_one_separator(lines: Lines, delimiter: str) -> bytes:
-    """The lines with a separator of one character."""
+    """The bytes of the lines, with a delimiter of two characters replaced by one character."""
     if len(delimiter) == 1:
         return lines.data
     if (at := lines.data.find(_UNIT.encode())) >= 0:
@@ -164,7 +164,7 @@ def with_one_separator(lines: Lines, delimiter: str) -> bytes:
 
 
 def read_records(lines: Lines, delimiter: str) -> Iterator[tuple[int, int, list[str]]]:
-    """`(line, line behind the record, cells)` of each record that is not blank."""
+    """Yields `(line, line after the record, cells)` of each record that is not blank."""
     text = with_one_separator(lines, delimiter).decode()
     reader = csv.reader(
         (f"{line}\n" for line in text.split("\n")),
@@ -186,7 +186,7 @@ def read_records(lines: Lines, delimiter: str) -> Iterator[tuple[int, int, list[
 def parse_columns(
     lines: Lines, delimiter: str, num_columns: int, types: Mapping[int, pa.DataType]
 ) -> dict[int, pa.Array]:
-    """The columns at some positions, counted from 0. `types` has the type of each.
+    """Parses the columns at some positions, counted from 0; `types` has their Arrow types.
 
     Records of white space are skipped.
 
@@ -204,7 +204,7 @@ def parse_columns(
 
 
 def _without_white_space(lines: Lines, delimiter: str, num_columns: int) -> bytes:
-    """The lines without records of white space, which Arrow does not skip."""
+    """The lines without records of white space only, which Arrow does not skip."""
     data = with_one_separator(lines, delimiter).split(b"\n")
     kept = []
     for line, end, cells in read_records(lines, delimiter):
@@ -217,12 +217,12 @@ def _without_white_space(lines: Lines, delimiter: str, num_columns: int) -> byte
 def _columns(
     data: bytes, delimiter: str, num_columns: int, types: Mapping[int, pa.DataType]
 ) -> dict[int, pa.Array]:
-    """`parse_columns` of lines with a separator of one character."""
+    """`parse_columns` for bytes with a separator of one character."""
     names = [f"column {number}" for number in range(num_columns)]
-    if data.startswith(b"\xef\xbb\xbf"):  # part of a name, but Arrow would drop it
+    if data.startswith(b"\xef\xbb\xbf"):  # part of a name; the line end keeps it there
         data = b"\n" + data
-    # Arrow's threads must not hold Python objects, neither these bytes nor a function. If
-    # a thread released one when the process ends, the process would abort.
+    # Arrow's threads must hold no Python objects, neither these bytes nor a function: a
+    # thread that released one while the process ends would abort the process.
     stream = pa.BufferOutputStream()
     stream.write(data)
     table = pyarrow.csv.read_csv(
@@ -256,20 +256,20 @@ def record_blocks(
     max_record_bytes: int = MAX_RECORD_BYTES,
     tell: Callable[[str], None] = warn_caller,
 ) -> Iterator[Lines]:
-    """Blocks of whole records.
+    """Yields blocks of whole records.
 
-    Where the header stands again, as in files that `cat` joined, it is left out with a
-    warning.
+    A header that is repeated inside the file, as in files that `cat` joined, is left out with
+    a warning.
 
     Args:
-      stream: the file, opened.
-      path: the file that messages name.
+      stream: the opened file.
+      path: name of the file in messages.
       delimiter: text between the columns: one or two characters.
-      first_line: the line of the first record, counted from 1.
-      header: the header's text, if there is one.
-      block_bytes: about the size of a block.
-      max_record_bytes: most bytes of a record that continues behind a block.
-      tell: function that is called with the warning.
+      first_line: number of the line with the first record, counted from 1.
+      header: text of the header, or None.
+      block_bytes: approximate size of a block in bytes.
+      max_record_bytes: most bytes of a record that continues after a block.
+      tell: function that is called with the text of the warning.
 
     Raises:
       DataError: a quote is not closed.
@@ -312,9 +312,10 @@ def record_blocks(
 
 
 def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
-    """The end of the last whole record, and the line of a quote that is open behind it.
+    """The end of the last whole record, and the line of a quote that is still open, or None.
 
-    A quote opens a field if it is its first character. Inside, two quotes stand for one.
+    A quote opens a field if it is the field's first character. Inside, two quotes stand for
+    one.
 
     Raises:
       DataError: a closing quote is not at the end of its field.
@@ -325,7 +326,8 @@ def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
     mark = delimiter.encode()
     array = np.frombuffer(b"\n" + data, np.uint8)
     quotes = np.flatnonzero(array == ord('"'))
-    # The bytes that may stand outside a quote. Two quotes inside a field close and open it.
+    # Bytes next to a quote, outside the field. Two quotes inside a field count as closing and
+    # opening it.
     outside = np.frombuffer(b'\n"' + mark, np.uint8)
     opening, closing = quotes[::2], quotes[1::2]
     around = np.append(array[opening - 1], array[closing + 1])
@@ -333,22 +335,22 @@ def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
         return _records_by_field(lines, mark)
     if len(opening) == len(closing):
         return len(data), None
-    start = int(opening[array[opening - 1] != ord('"')][-1])  # of the field
+    start = int(opening[array[opening - 1] != ord('"')][-1])  # of the open field
     ends = np.flatnonzero(
         array[:start] == ord("\n")
     )  # of a line; the first is before it
     line = lines.first + len(ends) - 1
-    ends = ends[np.searchsorted(quotes, ends) % 2 == 0]  # not within quotes
+    ends = ends[np.searchsorted(quotes, ends) % 2 == 0]  # drop ends inside quotes
     return int(ends[-1]), line
 
 
 def _records_by_field(lines: Lines, mark: bytes) -> tuple[int, int | None]:
-    """`_whole_records` where there are quotes in other places, one field at a time."""
+    """`_whole_records` for data with quotes inside unquoted fields: parses field by field."""
     data = lines.data
     opening = re.compile(rb'(?:\A|(?<=[\n%b]))"' % re.escape(mark))
     inside = re.compile(rb'(?:[^"]++|"")*+"')
-    at = 0  # begin of the part that is not parsed yet
-    between: list[tuple[int, int]] = []  # quoted fields
+    at = 0  # offset of the part that is not parsed yet
+    between: list[tuple[int, int]] = []  # spans between quoted fields
     while opened := opening.search(data, at):
         between.append((at, opened.start()))
         closed = inside.match(data, opened.end())
@@ -371,17 +373,17 @@ def _records_by_field(lines: Lines, mark: bytes) -> tuple[int, int | None]:
 def _without_headers(
     lines: Lines, delimiter: str, header: str
 ) -> tuple[Lines, list[int]]:
-    """The lines with blank ones in place of each record that is the header again.
+    """Replaces repetitions of the header by blank lines.
 
-    Another writer may have quoted its cells, or written them with other capitals.
+    Another writer may have quoted the header's cells, or written them with other capitals.
 
     Returns:
-      `(lines, places)`: the numbers of these lines in the file.
+      The lines, and the numbers in the file of the repeated headers.
     """
     alone = Lines(f"{header}\n".encode(), lines.path, 1)
     [(_, _, wanted)] = read_records(alone, delimiter)
     wanted = _bare(wanted)
-    # A search for a cell first, which most blocks do not have, takes the least time.
+    # Most blocks do not contain the header's longest cell, which is the fastest check.
     lower = lines.data.lower()
     if max(wanted, key=len).encode() not in lower:
         return lines, []
@@ -399,18 +401,19 @@ def _without_headers(
 
 
 def _bare(cells: list[str]) -> list[str]:
-    """The cells of a header without the differences between writers."""
+    """Normalizes the cells of a header: without quotes, spaces and capitals."""
     plain = [cell.removeprefix("\ufeff").strip(' "') for cell in cells]
-    # `bytes.lower` changes the letters of ASCII alone.
+    # `bytes.lower` changes ASCII letters only.
     return [cell.encode().lower().decode() for cell in plain]
 
 
 def split_lists(
     texts: pa.Array, separator: str | None = None
 ) -> tuple[pa.Array, np.ndarray]:
-    """The parts that a separator (None: spaces) separates in each text, and their numbers.
+    """Splits texts at a separator, or at spaces if it is None.
 
-    Empty parts are left out. The numbers are `[texts]` int64.
+    Returns:
+      The parts of all texts, without empty ones, and `[texts]` int64 numbers of parts.
     """
     texts = trim(texts)
     if separator is None or not separator.strip():
@@ -420,7 +423,7 @@ def split_lists(
         parts = pc.call_function("split_pattern", [texts], how)
     sizes = arrow.numbers(parts.value_lengths()).astype(np.int64)
     flat = trim(parts.flatten())
-    given = lengths(flat) > 0  # an empty text has an empty part
+    given = lengths(flat) > 0  # splitting an empty text gives an empty part
     if not given.all():
         rows = np.repeat(np.arange(len(sizes)), sizes)
         sizes = np.bincount(rows[given], minlength=len(sizes))

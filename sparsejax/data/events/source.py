@@ -1,4 +1,4 @@
-"""The one way from a source to blocks of events, whatever they become."""
+"""Opens a source of any format, and yields its events as blocks."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from sparsejax.data.files.opening import (
 from sparsejax.data.files.spelling import is_text
 from sparsejax.data.files.values import parse_times, plain_text
 
-# Formats of lines of text, whose events are not left out one by one.
+# Formats of lines. `skip_bad_lines` leaves out whole lines of them, not single events.
 LINES = ("text", "pairs", "adjacency")
 
-_AHEAD = 4  # batches that are read while others are at work
+_AHEAD = 4  # batches that are prefetched
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A request to read a source.
+    """The arguments for reading a source.
 
     Attributes:
-      chosen: the columns.
+      chosen: columns that the caller chose for roles.
       format: format of a file; by default its name or its first lines decide.
       delimiter: text between the columns of pairs.
-      header: whether the first line of pairs has names of columns; None if it decides.
+      header: whether the first line of pairs has the columns' names; None guesses it.
       indicator: ignore values.
       with_time: read times.
       needs_time: whether a source without times is an error.
-      wrong: counter of the faults of tables. By default the first one is an error.
-      skips: whether events behind a wrong one are read, too. Otherwise they are only
-        counted.
+      wrong: counter for faults in tables. None: the first fault is an error.
+      skips: whether events after a wrong one are yielded. Otherwise they are only checked
+        and counted.
       separator: text between the parts of cells that are lists.
       time_format: format of times that are text, for `strptime`.
       skip_bad_lines: leave out lines of text that cannot be read.
-      further: names of columns to read that have no role, see `Block.beside`.
+      further: names of columns to read that have no role; see `Block.beside`.
       check_further: function that raises an error for wrong cells of these columns; used with
         `skip_bad_lines`.
     """
@@ -80,13 +80,13 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A source of events that is open.
+    """An opened source of events.
 
     Attributes:
       path: name of the source in messages.
-      columns: the columns that are read; None if the source has none.
-      cells: the cells of these columns, by role.
-      check: function that checks the cells.
+      columns: columns to read; None for formats without columns.
+      cells: cells of these columns, by role.
+      check: check of the cells.
     """
 
     path: Path
@@ -95,7 +95,7 @@ class Source:
     check: Check
 
     def blocks(self) -> Iterator[Block]:
-        """The events, to be read once.
+        """Yields the checked events; can be called once.
 
         Raises:
           DataError: a row is wrong, or the source cannot be read.
@@ -110,9 +110,9 @@ def find_format(source: Any, asked: Asked) -> str:
     """Finds the format of a source; a source in memory has the format "table".
 
     Raises:
-      DataError: it is not clear.
+      DataError: the format is not clear.
       TypeError: the source has a type that is not supported.
-      ValueError: there is no such format, or the format cannot use an argument.
+      ValueError: the format is unknown, or an argument has no effect in it.
     """
     if not is_path(first := _first(source)):
         if asked.format is not None or asked.delimiter is not None:
@@ -156,7 +156,7 @@ def _first(source: Any) -> Any:
 
 
 def name_of(source: Any) -> Path:
-    """A source as messages name it."""
+    """The name of a source in messages."""
     if not is_path(first := _first(source)):
         return TABLE
     return first if first is source or len(source) == 1 else f"{shown(first)}, ..."
@@ -166,14 +166,14 @@ def open_source(source: Any, asked: Asked) -> Source:
     """Opens a path, a list of paths, or a table in memory; see `find_pieces`.
 
     Raises:
-      DataError: it cannot be read.
-      TypeError: it is something else.
-      ValueError: a column is chosen for two roles, or by name where there are no names, or
-        something is asked that the format does not have.
+      DataError: the source cannot be read.
+      TypeError: the source has a type that is not supported.
+      ValueError: a column is chosen for two roles, or by name in a source without names, or
+        an argument has no effect in the format.
     """
     format = find_format(source, asked)
     if format != "parquet" and is_path(source) and is_address(source):
-        pieces = [Piece(source)]  # opening it says what to do
+        pieces = [Piece(source)]  # opening it raises an error with a remedy
     else:
         pieces = find_pieces(source)
     found = _DECODERS[format](name_of(source), pieces, asked)
@@ -188,13 +188,13 @@ def _plain_type(type_: pa.DataType) -> pa.DataType:
 
 
 def _with_lists(cells: Cells, separator: str) -> Cells:
-    """The cells with lists in place of text that has a separator."""
+    """Splits cells of text at a separator into lists."""
     columns = dict(cells.columns)
     for role, column in cells.columns.items():
         if role == "user" or not is_text(_plain_type(column.type)):
             continue
         texts = plain_text(column)
-        if role != "item":  # one value or time may stand for all items of a row
+        if role != "item":  # a cell may be one value or time for all items of a row
             how = pc.MatchSubstringOptions(separator)
             if not pc.call_function("match_substring", [texts], how).true_count or (
                 role == "time" and parse_times(texts) is not None
@@ -205,7 +205,7 @@ def _with_lists(cells: Cells, separator: str) -> Cells:
 
 
 def check_times(path: Path, columns: Columns | None, with_time: bool) -> None:
-    """Raises DataError if times are needed, but there is no column of them."""
+    """Raises DataError if times are needed, but the source has no column of times."""
     if with_time and (columns is None or columns.time is None):
         why = (
             f": {columns.no_times}" if columns is not None and columns.no_times else ""
@@ -214,7 +214,7 @@ def check_times(path: Path, columns: Columns | None, with_time: bool) -> None:
 
 
 def _files(open_one: Callable[[Piece, Asked], Source]) -> _Decoder:
-    """Opens files one after the other, which have the same columns."""
+    """Makes a decoder of several files, which must have equal columns, from one of a file."""
 
     def open_all(path: Path, pieces: list[Piece], asked: Asked) -> Source:
         first = open_one(pieces[0], asked)
@@ -260,7 +260,7 @@ def _adjacency(piece: Piece, asked: Asked) -> Source:
 def _lines(
     path: Path, asked: Asked, parse: Callable[[ByteStream], Iterator[Cells]]
 ) -> Source:
-    """A file with a whole row on each line."""
+    """Opens a file with a whole row on each line."""
     if asked.needs_time:
         raise DataError.at(path, f"the format {find_format(path, asked)} has no times")
     check = Check(encoded=False)
@@ -276,7 +276,7 @@ def _without_bad_lines(
     check: Check | None,
     **layout: Any,
 ) -> WithoutLines:
-    """The file without the lines that `parse` or `check` refuses, which are counted."""
+    """Finds lines that `parse` or `check` refuses; returns the file without them."""
     state = check
 
     def attempt(stream: ByteStream) -> None:
@@ -288,7 +288,7 @@ def _without_bad_lines(
         if state is None:
             collections.deque(cells, maxlen=0)
             return
-        trial = dataclasses.replace(state)  # forgets what it saw in bad lines
+        trial = dataclasses.replace(state)  # dropped if it sees a bad line
         for block in trial.blocks(cells):
             if block.beside is not None and asked.check_further is not None:
                 asked.check_further(block.beside)
@@ -367,7 +367,7 @@ def _jsonl(piece: Piece, asked: Asked) -> Source:
 
     if isinstance(path, WithoutLines):
         check = None
-        if asked.wrong is None:  # else wrong events are counted as they are read
+        if asked.wrong is None:  # otherwise wrong events are counted during the reading
             check = _typed(path, layout, iter(()), asked).check
         path = _without_bad_lines(path, asked, parse, check)
     return _typed(path, layout, _streamed(path, parse), asked)
@@ -380,7 +380,7 @@ def _parquet(path: Path, pieces: list[Piece], asked: Asked) -> Source:
     layout = _table_layout(first, schema, asked)
     rows = parquet.first_rows(files, layout.columns)
     layout, _ = _settled(layout, asked, rows)
-    # An engine is slow, and events need not fit in memory.
+    # `prepare` counts faults and feeds a slow engine; its events need not fit in memory.
     read = _batches if asked.wrong is None else _ahead
 
     def cells() -> Iterator[Cells]:
@@ -417,7 +417,7 @@ def _table_layout(path: Path, schema: pa.Schema, asked: Asked) -> tables.TableLa
 def _settled(
     layout: tables.TableLayout, asked: Asked, batches: Iterable[pa.RecordBatch]
 ) -> tuple[tables.TableLayout, Iterable[pa.RecordBatch]]:
-    if asked.time_format is not None:  # the caller says that these are times
+    if asked.time_format is not None:  # so the column holds times, whatever its cells
         return layout, batches
     return tables.settle_time(layout, asked.chosen, batches)
 
@@ -425,7 +425,7 @@ def _settled(
 def _typed(
     path: Path, layout: tables.TableLayout, cells: Iterator[Cells], asked: Asked
 ) -> Source:
-    """A source of columns with types."""
+    """Makes a source from cells of typed columns."""
     check_times(path, layout.source, asked.needs_time)
     check = Check(
         layout.source,
@@ -444,7 +444,7 @@ def _batches(
     *,
     by_group: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """Some rows at a time; with `by_group` no more than a row group is held."""
+    """Yields batches of a file; with `by_group` at most one row group is in memory."""
     with file.open(one_group=by_group) as opened:
         tables.check_layout(file, opened, layout)
         rows = max(opened.metadata.num_rows, 1)
@@ -458,7 +458,7 @@ def _batches(
 def _ahead(
     file: parquet.ParquetPath, layout: tables.TableLayout, bar: tqdm
 ) -> Iterator[pa.RecordBatch]:
-    """The same by groups. A few batches are read ahead, however slow the consumer is."""
+    """Yields batches of a file by row groups, and prefetches a few of them in a thread."""
     batches = _batches(file, layout, bar, by_group=True)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         ahead = collections.deque(
@@ -471,7 +471,7 @@ def _ahead(
 
 _Decoder = Callable[[Path, list[Piece], Asked], Source]
 
-# One line for each format: the function that opens it.
+# For each format, the function that opens a source.
 _DECODERS: dict[str, _Decoder] = {
     "text": _files(_text),
     "adjacency": _files(_adjacency),

@@ -1,4 +1,4 @@
-"""Typed tables of Parquet files and in memory: pairs, or a list of items on each row."""
+"""Reads typed tables, from Parquet or in memory: with pairs, or lists of items, in each row."""
 
 from __future__ import annotations
 
@@ -44,29 +44,30 @@ from sparsejax.data.files.spelling import (
 )
 from sparsejax.data.files.values import plain_text, time_problem
 
-# Rows among which the first time is looked for.
+# First rows in which a time is searched.
 _PROBED = 100
 
-# Rows that are parsed at a time; see `files.BLOCK_BYTES`.
+# Rows that are parsed at a time.
 BATCH_ROWS = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
 class TableLayout:
-    """The names of the columns that are read.
+    """The names of the columns to read, by role.
 
     Attributes:
-      user: the column with the rows' names; None if it is not needed.
-      item: the column with the items.
-      value: the column with the values, or None.
-      has_lists: whether the columns hold lists, a row of the data set on each row.
-      time: the column with the times, or None.
-      source: names with types of these columns, for messages. It does not count when
-        two layouts are compared.
+      user: name of the column with the rows' names; None if it is not needed.
+      item: name of the column with the items.
+      value: name of the column with the values, or None.
+      has_lists: whether each row of the table is a row of the data set, with lists in its
+        cells.
+      time: name of the column with the times, or None.
+      source: names and types of these columns, for messages. It is ignored when two layouts
+        are compared.
       path: path of the file in which the columns were found.
-      optional: the column that was found for the values and that for the times, or None.
-        Only roles for which a column was looked for are there.
-      further: columns that were asked for and have no role.
+      optional: name of the column, or None, for each of the roles value and time in which a
+        column was searched.
+      further: names of the columns to read that have no role.
     """
 
     user: str | None
@@ -75,7 +76,7 @@ class TableLayout:
     has_lists: bool
     time: str | None = None
     source: Columns | None = dataclasses.field(default=None, compare=False)
-    # Not in the text of a layout, which fingerprints of data have.
+    # Not in the `repr` of a layout, because fingerprints of data contain that.
     path: Path = dataclasses.field(default="", compare=False, repr=False)
     optional: Mapping[str, str | None] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
@@ -85,14 +86,14 @@ class TableLayout:
 
     @property
     def roles(self) -> dict[str, str]:
-        """The names of the columns that are read, by their keys in `Cells.columns`."""
+        """The names of the columns to read, by their keys in `Cells.columns`."""
         names = {role: getattr(self, role) for role in SYNONYMS}
         names = {role: name for role, name in names.items() if name is not None}
         return names | beside(self.further)
 
     @property
     def columns(self) -> list[str]:
-        """The names of all columns that are read."""
+        """The names of all columns to read."""
         return list(self.roles.values())
 
 
@@ -106,22 +107,22 @@ def find_table_layout(
     with_time: bool = True,
     further: Sequence[str] = (),
 ) -> TableLayout:
-    """Finds the columns that the caller left open, from names and types; see `from_arrow`.
+    """Finds the columns of a table from their names and types; see `from_arrow`.
 
     Args:
-      path: the file that messages name.
-      schema: columns and types of the table.
-      chosen: the caller's choice.
+      path: name of the file in messages.
+      schema: names and types of the table's columns.
+      chosen: columns that the caller chose for roles.
       indicator: ignore values.
       with_user: read the user column of a table of lists. If False, it may be missing.
       with_time: read times.
       further: names of columns to read that have no role.
 
     Raises:
-      DataError: a column is missing or not clear, or has a type that it cannot have.
+      DataError: a column is missing or not clear, or its type is not possible for its role.
       ValueError: a column has two roles.
     """
-    # pandas stores an index without a name as such a column.
+    # pandas stores an index without a name in a column of this name.
     known = [f for f in schema if not f.name.startswith("__index_level_")]
     columns = [
         SourceColumn(
@@ -189,17 +190,17 @@ def find_table_layout(
 def settle_time(
     layout: TableLayout, chosen: Chosen, batches: Iterable[pa.RecordBatch]
 ) -> tuple[TableLayout, Iterator[pa.RecordBatch]]:
-    """The layout, without times if the first cell of their column is text but no time.
+    """Drops the column of times from a layout if its first cell is text but no time.
 
-    A column of times that the caller chose stays.
+    A column of times that the caller chose is kept.
 
     Args:
-      layout: the layout that `find_table_layout` found.
-      chosen: the caller's choice.
-      batches: batches of the table. Those up to the first with rows are read here.
+      layout: layout that `find_table_layout` found.
+      chosen: columns that the caller chose for roles.
+      batches: batches of the table. Those up to the first one with rows are read here.
 
     Returns:
-      The layout, and all batches.
+      The layout, and an iterator over all batches.
     """
     rest = iter(batches)
     if layout.time is None or chosen.time is not BY_NAME:
@@ -224,14 +225,14 @@ def settle_time(
 def _check_type(
     path: Path, column: SourceColumn, type_: pa.DataType, role: str, has_lists: bool
 ) -> None:
-    """Raises DataError if a column cannot have a role."""
+    """Raises DataError if the type of a column is not possible for its role."""
     suits, what = {
         "user": (is_name, "text or integers"),
         "item": (is_name, "text or integers"),
         "value": (_is_value, "numbers"),
         "time": (_is_time, "numbers, dates or text of ISO 8601"),
     }[role]
-    # In a table of lists there may be one time for a whole row.
+    # A row with lists may have one time for all its items.
     in_list = has_lists and role != "user" and (role != "time" or is_list(type_))
     if in_list != is_list(type_) or not suits(inner_type(type_)):
         wanted = f"lists of {what}" if in_list else what
@@ -244,15 +245,15 @@ def _check_type(
 
 
 def check_layout(place: ParquetPath, file: pq.ParquetFile, layout: TableLayout) -> None:
-    """Raises DataError unless a file has the columns that the first one has.
+    """Raises DataError unless a file has the same columns as the first file.
 
     Args:
-      place: the file.
+      place: location of the file.
       file: the opened file.
-      layout: the layout of the first file.
+      layout: layout of the first file.
     """
     path, schema = place.path, place.columns(file)
-    # If there are no items either, that is said first.
+    # If the file also lacks items, `find_table_layout` raises that error below.
     optional = layout.optional.items() if layout.item in schema.names else ()
     for role, name in optional:
         has_other = name is not None
@@ -277,7 +278,7 @@ def check_layout(place: ParquetPath, file: pq.ParquetFile, layout: TableLayout) 
 def _named_for(
     role: str, path: Path, schema: pa.Schema, layout: TableLayout
 ) -> str | None:
-    """The column of a file whose name is known for a role."""
+    """The name of the file's column that has a known name for a role, or None."""
     found = find_table_layout(
         path,
         schema,
@@ -290,7 +291,7 @@ def _named_for(
 
 
 def _differ(role: str, name: str, having: Path, lacking: Path) -> NoReturn:
-    """Raises the error for a column that only some files have."""
+    """Raises the error about a column that one file has and another lacks."""
     ignore = {
         "value": "ignore values: indicator=True",
         "time": "leave times out: time=None",
@@ -310,14 +311,14 @@ def table_blocks(
     valued: bool | None = None,
     encoded: bool = True,
 ) -> Iterator[Block]:
-    """Parses tables of one layout, one after the other.
+    """Parses and checks tables with equal layouts, one after the other.
 
     Args:
-      tables: tables, each with the path that messages name.
-      layout: the columns to read.
+      tables: batches of each table, with the table's name in messages.
+      layout: columns to read.
       first: number of the first row of each table, for messages.
       valued: True if all entries must have a value. None if either all or none must.
-      encoded: encode features as text in dictionaries. If False, they keep their type.
+      encoded: convert features to text in dictionaries. If False, they keep their type.
 
     Raises:
       DataError: a row is wrong; the message has the number of the first one.
@@ -332,11 +333,11 @@ def table_cells(
     *,
     first: int = 0,
 ) -> Iterator[Cells]:
-    """Some rows of tables at a time.
+    """Yields the cells of tables, at most `BATCH_ROWS` rows at a time.
 
     Args:
-      tables: tables, each with the path that messages name.
-      names: the column for each key of the result.
+      tables: batches of each table, with the table's name in messages.
+      names: name of the column for each key of the result.
       first: number of the first row of each table, for messages.
     """
     for path, batches in tables:
@@ -350,8 +351,8 @@ def table_cells(
 
 
 def plain_names(column: pa.ChunkedArray, path: Path) -> pa.Array:
-    """A column of names as one array of integers or bytes, which can be ordered."""
-    if pt.is_decimal(column.type):  # their digits would have the order of text
+    """Converts a column of names to one array of integers or bytes, which can be ordered."""
+    if pt.is_decimal(column.type):  # as text, decimals would have another order
         return column.combine_chunks()
     chunks = []
     for chunk in column.chunks:

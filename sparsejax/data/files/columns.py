@@ -1,4 +1,4 @@
-"""Which column of a table holds the users, the items, the values and the times."""
+"""Finds the columns of a table that hold the users, the items, the values and the times."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from sparsejax.data.files.opening import DataError, Path
 from sparsejax.options.reading import BY_NAME, Column, TimeColumn
 from sparsejax.sparse import CSR
 
-# The names by which a column is known. Each belongs to one role. They are compared
-# without case, white space, "_", "-" and ".", in the singular or the plural. Names of
-# users and
-# items may also have a word for a key before or after them: `id_user`, `ItemID`,
-# `product_code`.
+# Known names of columns, by role. They are compared without case, white space, "_", "-" and
+# ".", in the singular or the plural. Names of users and items may also have a word for a key
+# before or after them: `id_user`, `ItemID`, `product_code`.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "user": (
         *("user", "uid", "customer", "account", "visitor", "client", "buyer"),
@@ -45,8 +43,8 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 _KEYS = ("id", "key", "code", "no", "number")
 _ROLE_OF = {word: role for role, words in SYNONYMS.items() for word in words}
 
-# Names of times that are made of two words, like `order_timestamp` and `clicked_at`. They
-# count where no column has a name of `SYNONYMS`.
+# Names of times that consist of two words, like `order_timestamp` and `clicked_at`. They count
+# only if no column has a name of `SYNONYMS`.
 _DONE = (
     *("order", "event", "purchase", "buy", "click", "view", "visit", "watch", "listen"),
     *(
@@ -69,22 +67,22 @@ _TIMES = {
     for time in ("time", "timestamp", "date", "datetime", "ts", "at", "on", "dt")
 }
 
-# Values of columns with these names often express a dislike where they are low.
+# Names of columns whose low values often express a dislike.
 _OPINIONS = {"rating", "score", "star", "overall", "preference"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """The columns that the caller chooses, by number or by name.
+    """The columns that the caller chose for roles, by number or by name.
 
-    A column that is None is found in the table, if its name there is known. Times are
-    left out if their column is None; `BY_NAME` finds the column of times by its name.
+    For a role that is None, a column is searched by its known names. Times are different:
+    None leaves times out, and `BY_NAME` searches their column.
 
     Attributes:
-      user: the column with the rows' names.
-      item: the column with the items.
-      value: the column with the values.
-      time: the column with the times.
+      user: column with the rows' names.
+      item: column with the items.
+      value: column with the values.
+      time: column with the times.
     """
 
     user: Column = None
@@ -96,35 +94,35 @@ class Chosen:
         return any(self.of(role) is not None for role in SYNONYMS)
 
     def of(self, role: str) -> Column:
-        """The column of a role, or None."""
+        """The column that was chosen for a role, or None."""
         column = getattr(self, role)
         return None if column is BY_NAME else column
 
     def roles(self, *, indicator: bool = False) -> list[str]:
-        """The roles for which columns are wanted."""
+        """The roles for which a column is used or searched."""
         left_out = {"value"} if indicator else set()
         left_out |= {"time"} if self.time is None else set()
         return [role for role in SYNONYMS if role not in left_out]
 
 
-_SHOWN = 100  # columns that a message has
-# Names of columns that say whether there was a click.
+_SHOWN = 100  # most columns that a message lists
+# Names of columns that usually say whether there was a click.
 _LABELS = {"label", "labels", "click", "clicks", "clicked", "is_click", "is_clicked"}
-# So that the header of a small compressed file does not take minutes.
+# The bound keeps the header of a small compressed file from taking minutes.
 _MAX_COLUMNS = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceColumn:
-    """A column of a table.
+    """A column of a table, as it is in the source.
 
     Attributes:
-      name: the column's name in the table; None where columns have no names.
-      position: counted from 0.
-      type: type of its cells, in a word or two.
-      sample: one of its cells, for messages; "" if no cell was read.
-      of_folder: whether it comes from the name of a folder, such as `dt=2024-01-01`.
-      within: whether it is a key of an object within a line of JSON.
+      name: name of the column in the table; None if the table has no names.
+      position: position of the column, counted from 0.
+      type: type of the cells, in a word or two.
+      sample: one of the cells, for messages; "" if no cell was read.
+      of_folder: whether the column comes from the name of a folder, such as `dt=2024-01-01`.
+      within: whether the column is a key of a nested JSON object.
     """
 
     name: str | None
@@ -141,7 +139,7 @@ class SourceColumn:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Which columns of a table were read, and the role of each.
+    """The columns of a table that were read, by role.
 
     >>> _ = pathlib.Path("bought.csv").write_text("customer,sku,price\\nann,tea,3\\n")
     >>> print(read("bought.csv").columns)
@@ -151,15 +149,15 @@ entries; every entry counts 1
     Commands print the text of this object when they read a file.
 
     Attributes:
-      user: the column with the rows' names; None if it is not needed.
-      item: the column with the items, or with lists of items.
-      value: the column with the values, or None.
-      time: the column with the times, or None.
+      user: column with the rows' names; None if it is not needed.
+      item: column with the items, or with lists of items.
+      value: column with the values, or None.
+      time: column with the times, or None.
       unread: names of the other columns, some with the reason why they are not read.
-      account: numbers of rows, items and entries, and how values will be used.
-      no_times: why there are no times, although a column is chosen or known for them;
-        "" if there is none.
-      beside: columns that were asked for and have no role, such as those of an
+      account: numbers of rows, items and entries, and the use of values, as text.
+      no_times: reason why no times were read although a column was chosen or found for them;
+        "" if there is no such column.
+      beside: columns without a role that were read, such as those of an
         `EventSchema`.
     """
 
@@ -187,7 +185,7 @@ entries; every entry counts 1
         return "; ".join([*parts, self.account] if self.account else parts)
 
     def without_times(self, column: SourceColumn, problem: str) -> Columns:
-        """The same without the column of times, which has a problem."""
+        """Removes the column of times; `problem` is the reason."""
         called = column.name or f"column {column.position}"
         return dataclasses.replace(
             self,
@@ -197,13 +195,13 @@ entries; every entry counts 1
         )
 
     def without_empty_times(self) -> Columns:
-        """The same without a column of times that turned out to have none."""
+        """Removes the column of times, if there is one, because all its cells are empty."""
         if self.time is None:
             return self
         return self.without_times(self.time, "none of its cells has a time")
 
     def check_order(self, path: Path) -> None:
-        """Raises DataError if the order of events was not read, but should have been."""
+        """Raises DataError if there is a column of times that could not be read."""
         if self.no_times:
             raise DataError.at(
                 path,
@@ -212,7 +210,7 @@ entries; every entry counts 1
             )
 
     def accounted(self, matrix: CSR) -> Columns:
-        """These columns, with an account of the entries that were read."""
+        """Adds an account of the entries that were read."""
         name = "" if self.value is None else self.value.name or ""
         is_opinion = not _forms(name).isdisjoint(_OPINIONS)
         account = account_of(matrix, is_opinion=is_opinion)
@@ -220,11 +218,11 @@ entries; every entry counts 1
 
 
 def account_of(matrix: CSR, *, is_opinion: bool = False) -> str:
-    """Counts rows, items and entries of data, and says how values will be used.
+    """A text with the numbers of rows, items and entries, and the use of the values.
 
     Args:
       matrix: matrix on the host, without padding.
-      is_opinion: whether a low value may be a dislike.
+      is_opinion: whether low values may be dislikes.
     """
     use = "every entry counts 1"
     if matrix.data is not None and len(matrix.data):
@@ -239,7 +237,7 @@ def account_of(matrix: CSR, *, is_opinion: bool = False) -> str:
 
 
 def account_of_histories(rows: int, items: int, entries: int, *, timed: bool) -> str:
-    """Counts the entries that were read, and says which times or lines decide the order."""
+    """A text with the numbers of histories, items and entries, and what decides the order."""
     return (
         f"{rows:,} histories of {items:,} items, {entries:,} entries in the order of "
         f"{'time' if timed else 'the file'}"
@@ -247,7 +245,7 @@ def account_of_histories(rows: int, items: int, entries: int, *, timed: bool) ->
 
 
 def about_times(columns: Columns) -> str:
-    """Advice about a time that is wrong, for the end of a message."""
+    """Advice for the end of an error about a wrong time."""
     return (
         f"({columns.time} is read as the time; choose another with time=COLUMN, or leave "
         "times out: time=None)"
@@ -255,7 +253,7 @@ def about_times(columns: Columns) -> str:
 
 
 def about_values(columns: Columns) -> str:
-    """Advice about a value that is wrong, for the end of a message."""
+    """Advice for the end of an error about a wrong value."""
     return (
         f"({columns.value} is read as the value; choose another with value=COLUMN, or "
         "ignore values with indicator=True)"
@@ -263,14 +261,14 @@ def about_values(columns: Columns) -> str:
 
 
 def role_of(name: str) -> str | None:
-    """The role that a column of this name has, if it is known."""
+    """The role for which a column's name is known, or None."""
     if (role := _known_role(name)) is None and _TIMES & _forms(_bare_name(name)):
         return "time"
     return role
 
 
 def _known_role(name: str) -> str | None:
-    """The role of a name of `SYNONYMS`, also with its table before it: `orders.user_id`."""
+    """The role of a name in `SYNONYMS`, also with a table's name before it: `orders.user_id`."""
     for each in (name, _bare_name(name)):
         for word in _forms(each):
             if word in _ROLE_OF:
@@ -279,12 +277,12 @@ def _known_role(name: str) -> str | None:
 
 
 def _bare_name(name: str) -> str:
-    """The column's name without its table's name, as Hive and databases export it."""
+    """Removes a table's name before a column's name, which Hive and databases export."""
     return re.sub(r"^\w+\.(?=\w+$)", "", name.strip())
 
 
 def _forms(name: str) -> set[str]:
-    """The words that a name may stand for."""
+    """The words to look up for a name: in the singular, and without words for a key."""
     word = "".join(c for c in name.lower() if c not in "_-." and not c.isspace())
     forms = {word, word.removesuffix("s")}
     for key in _KEYS:
@@ -305,26 +303,26 @@ def find_columns(
     beside: Sequence[int] = (),
     line: int | None = None,
 ) -> dict[str, int]:
-    """The position of the column of each role, by role.
+    """Finds the position of each role's column.
 
-    A role has the column that the caller chose for it, otherwise the one whose name is
-    known for it. Two columns with known names are an error, with two exceptions: a
-    column of times in a file goes before one in the names of its folders, and a column
-    of a line before a key of an object within it. User and item must have a column if
-    they are among the roles; other roles without a column are left out.
+    A role gets the column that the caller chose for it, otherwise the one whose name is known
+    for it. Two columns with known names are an error, with two exceptions. A column of times
+    in the file has precedence over one in the names of its folders. A key of a line's own
+    JSON object has precedence over one of a nested object. User and item must have a column
+    if they are among the roles; other roles without a column are left out.
 
     Args:
-      path: the file that messages name.
-      columns: the columns of the table.
-      chosen: the caller's choice.
-      roles: the roles to find columns for.
-      item_by_type: columns whose type allows only items. One of them holds the items if
-        no name is known.
+      path: name of the file in messages.
+      columns: columns of the table.
+      chosen: columns that the caller chose for roles.
+      roles: roles to find columns for.
+      item_by_type: positions of columns whose type allows only items. One of them is the
+        column of items if no name is known.
       beside: positions of columns that have no role, whatever their names.
-      line: the line that messages name.
+      line: number of the line in messages.
 
     Raises:
-      DataError: there is no such column, or it is not clear which one it is.
+      DataError: a chosen column does not exist, or it is not clear which column has a role.
       ValueError: a column is chosen by name but the table has no names, or a column has
         two roles.
     """
@@ -349,7 +347,7 @@ def find_columns(
             continue
         found = [i for i, r in enumerate(known) if r == role and i not in taken]
         own = [i for i in found if not columns[i].of_folder]
-        if own and role == "time":  # more exact than the day of a folder
+        if own and role == "time":  # more exact than a folder's day
             found = own
         if outer := [i for i in found if not columns[i].within]:
             found = outer
@@ -386,10 +384,10 @@ def find_beside(
     line: int | None = None,
     remedy: str = "it is a column of events",
 ) -> list[int]:
-    """The positions of columns that have no role, by their names.
+    """The positions of the columns with these names, which have no role.
 
     Raises:
-      DataError: there is no column of a name, or there are several.
+      DataError: no column, or more than one, has such a name.
       ValueError: the columns have no names.
     """
     known = [column.name for column in columns]
@@ -403,7 +401,7 @@ def find_beside(
 
 
 def _hint_of_clicks(names: Iterable[str | None], before: str) -> str:
-    """Which model suits a table with a column of labels; empty if no name says so."""
+    """A hint to train a click model, if a column has a name of labels; otherwise ""."""
     for name in names:
         if name is not None and name.lower() in _LABELS:
             return f"{before}if {name!r} has 1 for a click and 0 for none, train model='dlrm'"
@@ -428,7 +426,7 @@ def unclear(
     remedy: str,
     line: int | None = None,
 ) -> NoReturn:
-    """Raises a DataError that states a problem, its remedy, and the columns."""
+    """Raises a DataError with a problem, its remedy, and a list of the columns."""
     listed = ", ".join(map(_described, columns[:_SHOWN]))
     if (more := len(columns) - _SHOWN) > 0:
         listed += f" and {more:,} more"

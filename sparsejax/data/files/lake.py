@@ -1,7 +1,8 @@
-"""Tables whose log says which files hold: Delta Lake and Apache Iceberg; Hudi and Paimon are refused.
+"""Finds the current files of Delta Lake and Apache Iceberg tables; refuses Hudi and Paimon.
 
-Their folders keep the files of earlier versions. Read as plain Parquet, rows that were
-deleted would come back, and rows that were rewritten would count twice.
+The folder of such a table also has the files of earlier versions, and a log that lists the
+current ones. If all files were read as plain Parquet, deleted rows would come back, and
+rewritten rows would count twice.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from sparsejax.data.files.opening import DataError
 from sparsejax.data.files.stores import Place
 
 _SPARK = "write its rows as plain Parquet by Spark, and give that folder"
-# Each format, and a path that each of its folders has. The first one counts if there are several.
+# A pattern of paths in the folder of each format. If several match, the first format counts.
 _FORMATS = {
     "Delta": r"_delta_log(/.*)?",
     "Iceberg": r"metadata/[^/]+\.metadata\.json",
     "Hudi": r"\.hoodie(_partition_metadata|/.*)?",
     "Paimon": r"snapshot/(LATEST|snapshot-[0-9]+)",
 }
-# Patterns for paths that only a folder of each format has, for a cluster that lists them.
+# Glob patterns of paths in the folder of each format, for a cluster that looks for them.
 PATTERNS = {
     "Delta": "_delta_log",
     "Iceberg": "metadata/*.metadata.json",
@@ -41,22 +42,23 @@ PATTERNS = {
 }
 _MARKS = "|".join(f"(?P<{kind}>{mark})" for kind, mark in _FORMATS.items())
 _TABLE = re.compile(f"(?:(?P<folder>.*?)/)?(?:{_MARKS})")
-_ID = b"PARQUET:field_id"  # the key of a column's number in the schema of a file
-# Delta's reader features that change nothing for a reader of Parquet, and those that do only
-# for some files, which are looked at.
+_ID = b"PARQUET:field_id"  # key of a column's field ID in the schema of a file
+# Delta's reader features that need no support here, and one that concerns only some files,
+# which are checked.
 _DELTA_FEATURES = {"timestampNtz", "v2Checkpoint", "vacuumProtocolCheck"}
 _VECTORS = "deletionVectors"
 
 
 @dataclasses.dataclass(frozen=True)
 class TableColumns:
-    """The columns of a table, as one of its files has them.
+    """The columns of a table, and how one of its files stores them.
 
     Attributes:
-      schema: the columns of the table.
-      cells: the cell of each column that the log has for all rows of the file.
-      numbers: the number of each column, by which a file has it; None: by its name.
-      known: numbers of columns by their names, for files that were written without numbers.
+      schema: columns of the table.
+      cells: values of columns that are in the log and are equal for all rows of the file.
+      numbers: field ID of each column, which identifies it in a file; None if columns are
+        identified by name.
+      known: field IDs by the name of the column, for files that were written without IDs.
     """
 
     schema: pa.Schema
@@ -65,11 +67,11 @@ class TableColumns:
     known: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def stored(self, own: pa.Schema, names: Iterable[str]) -> dict[str, str]:
-        """The name in the file for each column of these that the file has.
+        """The stored names of columns, for those columns of `names` that the file has.
 
         Args:
-          own: the schema of the file.
-          names: columns of the table.
+          own: schema of the file.
+          names: names of columns of the table.
         """
         if self.numbers is None:
             return {n: n for n in names if n in own.names and n not in self.cells}
@@ -86,12 +88,13 @@ class TableColumns:
     def shaped[Rows: (pa.Table, pa.RecordBatch)](
         self, rows: Rows, stored: Mapping[str, str], names: Collection[str]
     ) -> Rows:
-        """Rows of the file with the columns `names` of the table, in the table's types.
+        """Converts rows of the file to the columns `names` of the table, in its types.
 
         Args:
-          rows: some rows of the file.
-          stored: the name in `rows` for each column that the file has.
-          names: columns of the table. A column that neither file nor log have is null.
+          rows: rows of the file.
+          stored: name in `rows` of each column that the file has.
+          names: names of columns of the table. A column that neither file nor log has is
+            null.
         """
         columns = []
         for name in names:
@@ -102,11 +105,11 @@ class TableColumns:
                 cell = self.cells.get(name, pa.scalar(None, type_))
                 columns.append(_repeated(cell, rows.num_rows, type_))
         schema = pa.schema([self.schema.field(name) for name in names])
-        made: Any = type(rows)  # both have it, but no class that both are of
+        made: Any = type(rows)  # both types have from_arrays, but no common base class
         return made.from_arrays(columns, schema=schema)
 
     def texts(self, names: Iterable[str]) -> tuple[tuple[str, str], ...]:
-        """Columns of these that the log has, each with its cell as text."""
+        """The columns among `names` whose value is in the log: name, and value as text."""
         return tuple((n, str(self.cells[n])) for n in names if n in self.cells)
 
 
@@ -115,8 +118,8 @@ class TableFile:
     """A Parquet file of a table.
 
     Attributes:
-      inner: its path in the file system of the table.
-      columns: the columns of its rows.
+      inner: path of the file in the file system of the table.
+      columns: columns of the table, and how the file stores them.
     """
 
     inner: str
@@ -124,14 +127,14 @@ class TableFile:
 
 
 def format_of(place: Place, below: Collection[str]) -> str | None:
-    """The format of a folder that is a table; None of a plain folder.
+    """The format of the table in a folder, or None if the folder is no table.
 
     Args:
-      place: the folder.
+      place: location of the folder.
       below: relative paths of all files and folders in it.
 
     Raises:
-      DataError: the folder is a part of a table, or has a table in it.
+      DataError: the folder is a part of a table, or contains a table.
     """
     tables = _tables_in(below)
     if "" in tables:
@@ -145,7 +148,7 @@ def format_of(place: Place, below: Collection[str]) -> str | None:
     whole = place.inner.rstrip("/") if place.is_remote else os.path.abspath(place.inner)
     for inner in folders_above(whole):
         above = Place(inner, place.filesystem, inner)
-        with contextlib.suppress(DataError):  # it may not be allowed to list it
+        with contextlib.suppress(DataError):  # listing it may be forbidden
             names = above.names()
             for log in {"metadata", "snapshot"}.intersection(names):
                 names += [f"{log}/{name}" for name in above.below(log).names()]
@@ -158,13 +161,13 @@ def format_of(place: Place, below: Collection[str]) -> str | None:
 
 
 def folders_above(path: str) -> Iterator[str]:
-    """The folders above a folder that may be a table's, as a table has files below them."""
+    """Yields the folders above a path that may be a table's, judged by the names below them."""
     while "/" in path and re.search("=|^data$", os.path.basename(path)):
         yield (path := os.path.dirname(path))
 
 
 def _tables_in(below: Iterable[str]) -> dict[str, str]:
-    """The folder and the format of each table that has one of these paths."""
+    """The format of each table that has one of these paths, by the table's folder."""
     found: dict[str, str] = {}
     for path in below:
         if match := _TABLE.fullmatch(path):
@@ -176,15 +179,15 @@ def _tables_in(below: Iterable[str]) -> dict[str, str]:
 
 
 def files_of(place: Place, kind: str, below: Collection[str]) -> list[TableFile]:
-    """The files that hold the rows of a table now, in the order of their paths.
+    """The files with the rows of the table's current version, in the order of their paths.
 
     Args:
-      place: the folder of the table.
-      kind: kind of the table, as `format_of` found it.
+      place: location of the table's folder.
+      kind: format of the table, as `format_of` found it.
       below: relative paths of all files and folders in it.
 
     Raises:
-      DataError: the table has no rows, is damaged, or has something that is not read.
+      DataError: the table has no rows, is damaged, or uses a feature that is not supported.
       ImportError: the package that reads such tables is not installed.
     """
     if kind == "Delta":
@@ -204,14 +207,14 @@ def files_of(place: Place, kind: str, below: Collection[str]) -> list[TableFile]
 
 @contextlib.contextmanager
 def _read_by(package: str, place: Place, kind: str) -> Generator[None]:
-    """Adds the table's name to errors of a package that reads tables."""
+    """Turns errors of a package that reads tables into a `DataError` that names the table."""
     text = f"{place.path}: is a table of {kind}, whose log says which files hold; to read it, "
     try:
         with needing(f"{text}{package} is needed", "lake"):
             yield
     except (DataError, ImportError):
         raise
-    except Exception as error:  # a damaged log raises errors of many classes there
+    except Exception as error:  # for a damaged log the packages raise many classes
         first = str(error).strip().partition("\n")[0]
         raise DataError.at(
             place.path, f"is a table of {kind} that {package} cannot read: {first}"
@@ -229,7 +232,7 @@ def _delta_files(place: Place) -> list[TableFile]:
 
     with contextlib.ExitStack() as stack:
         folder = place.inner
-        if place.is_remote:  # deltalake has other options for stores than pyarrow
+        if place.is_remote:  # deltalake's options for stores differ from pyarrow's
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             log = place.below("_delta_log")
             os.mkdir(to := os.path.join(folder, "_delta_log"))
@@ -323,11 +326,11 @@ def _iceberg_files(place: Place, below: Collection[str]) -> list[TableFile]:
 
 
 def _newest_metadata(place: Place, below: Collection[str]) -> str:
-    """The metadata file of the version that was written last.
+    """The path of the metadata file with the highest version.
 
     Raises:
-      DataError: two writers have made a file of the same number, of which only a catalog
-        knows which one holds.
+      DataError: two writers have made a file of the highest version, and only a catalog knows
+        which of them is valid.
     """
     numbered = [
         (int(found[1]), path)
@@ -347,7 +350,7 @@ def _newest_metadata(place: Place, below: Collection[str]) -> str:
 
 
 def _store_options(place: Place) -> dict[str, str]:
-    """The options of an address for pyarrow, as pyiceberg names them."""
+    """Converts the options in an address for pyarrow to options of pyiceberg."""
     parts = urllib.parse.urlsplit(os.fspath(place.path))
     given = dict(urllib.parse.parse_qsl(parts.query))
     scheme = given.get("scheme", "https")
@@ -362,14 +365,14 @@ def _store_options(place: Place) -> dict[str, str]:
 
 
 def _inner(place: Place, path: str) -> str:
-    """The path, in the table's file system, of a file that its log names."""
+    """Converts a path in a table's log to a path in the table's file system."""
     if re.match("[a-z0-9]+:/", path):
         return re.sub("^[a-z0-9]+:(//)?", "", path)
     return path if path.startswith("/") else f"{place.inner.rstrip('/')}/{path}"
 
 
 def _cell(value: Any, type_: pa.DataType) -> pa.Scalar:
-    """A cell of a partition. Iceberg has dates and times as integers there."""
+    """Converts the value of a partition. Iceberg stores its dates and times as integers."""
     if isinstance(value, int) and pt.is_date(type_):
         return pa.scalar(value, pa.int32()).cast(type_)
     if isinstance(value, int) and pt.is_temporal(type_):

@@ -1,4 +1,4 @@
-"""Finding and writing many names at once, as bytes: no Python object is made of a name."""
+"""Finds and writes many names at once, as bytes, without a Python object for each name."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import pyarrow as pa
 
 from sparsejax.data.files.names import Names, utf8
 
-_WORD, _LENGTH = 8, 4  # bytes
-_MOST_WORDS = 32  # of a record
-# These and `_hashed` are part of the form of predictors' files.
+_WORD, _LENGTH = 8, 4  # bytes of a word, and of a stored length
+_MOST_WORDS = 32  # of a name that a record holds
+# Files of predictors contain results of these factors and of `_hashed`: do not change them.
 _FACTOR, _MORE = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _ALL_BITS = (1 << 64) - 1
 _HALF = np.uint64(32)  # bits of a word
 _WORDS = struct.Struct("<Q")
-# So many names are found sooner one by one: NumPy's calls take as long as for twelve of them.
+# Up to this number, names are found faster one by one than by NumPy's calls.
 _FEW = 12
 
 
 class EncodedNames(Sequence[str]):
-    """Names within one array of bytes. They become text when they are looked at.
+    """Names as slices of one array of bytes. A name becomes a `str` when it is indexed.
 
     Args:
-      data: bytes, in which all names are UTF-8.
-      starts: place where each name begins.
-      ends: place where each name ends.
+      data: bytes that contain all names in UTF-8.
+      starts: offset in `data` where each name begins.
+      ends: offset in `data` where each name ends.
     """
 
     def __init__(self, data: bytes, starts: np.ndarray, ends: np.ndarray):
@@ -38,7 +38,7 @@ class EncodedNames(Sequence[str]):
 
     @classmethod
     def of(cls, names: Sequence[str]) -> EncodedNames:
-        """Names that are text."""
+        """Encodes names that are `str`."""
         each = [*map(_utf8, names)]
         ends = np.cumsum([0, *map(len, each)])
         return cls(b"".join(each), ends[:-1], ends[1:])
@@ -63,27 +63,28 @@ class EncodedNames(Sequence[str]):
 
 
 class NameIndex:
-    """A table of names, in which many are found at once, and written.
+    """A perfect hash table of names, which finds and writes many names at once.
 
-    A name is hashed as words of 8 bytes, the last one filled up with zeros. Its hash chooses one
-    of as many groups as there are names. Each group has a shift, chosen so that no two names
-    have the same place: so one look at the table finds a name. A name in the table is
+    A name is hashed as words of 8 bytes, the last one padded with zeros. Its hash selects one
+    of about as many groups as there are names. Each group has a shift, chosen so that no two
+    names get the same slot. So one lookup in the table finds a name. A name in the table is
     the wanted one if its length and its words are equal.
 
-    The length and the first words of a name are one record, since each look at a large array
-    waits for memory. All records have the same width, which few names exceed.
+    The length and the first words of a name are one record, because each access to a large
+    array waits for memory. All records have equal widths, which few names exceed.
 
     Args:
-      encoded: all names, in UTF-8; each comes once.
-      ends: `[names + 1]`: where the first begins, and where each ends.
-      stored: `shifts` and `table` of an index of the same names; by default they are chosen.
+      encoded: all names in UTF-8, concatenated; names are distinct.
+      ends: `[names + 1]` offsets of the names in `encoded`.
+      stored: `shifts` and `table` of an index of the same names; by default they are
+        computed.
 
     Attributes:
-      shifts: `[groups]` uint8.
-      table: `[4 * groups]` int32: the name at each place, -1 if it is free.
+      shifts: `[groups]` uint8 shift of each group.
+      table: `[4 * groups]` int32 position of the name in each slot, -1 if the slot is free.
 
     Raises:
-      ValueError: the stored arrays cannot belong to so many names.
+      ValueError: the stored arrays do not match the number of names.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class NameIndex:
         self._width = width = min(max(_words(most), 1), _MOST_WORDS)
         data = encoded + bytes(_WORD * width)
         words = _first_words(data, ends[:-1], lengths, width)
-        # The last two are the empty name, and none.
+        # The last two records are of the empty name, and of no name.
         records = np.zeros((count + 2, 1 + width), np.uint64)
         records[:-2, 0] = _shown(lengths)
         records[:-2, 1:] = words
@@ -116,10 +117,10 @@ class NameIndex:
             least, most = self.table.min(initial=-1), self.table.max(initial=-1)
             if sizes != (1 << bits, 4 << bits) or least < -1 or most >= count:
                 raise ValueError(f"the index is not one of {count:,} names")
-        is_there = np.zeros(count + 1, bool)  # the last one is for free places
+        is_there = np.zeros(count + 1, bool)  # -1, a free slot, marks the last element
         is_there[self.table] = True
         others = np.flatnonzero(~is_there[:-1]).tolist()
-        # Python takes single numbers faster from these than from arrays.
+        # Python reads single numbers faster from memory views than from arrays.
         self._views = memoryview(self.shifts), memoryview(self.table)
         self._others = {self._name(place): place for place in others}
 
@@ -127,7 +128,7 @@ class NameIndex:
         return self._encoded[self._ends[place] : self._ends[place + 1]]
 
     def _fill(self, hashes: np.ndarray) -> None:
-        """Chooses the shifts. Names of equal hashes find no place."""
+        """Chooses the shifts and fills the table. Names with equal hashes get no slot."""
         waiting = np.arange(len(hashes), dtype=np.int32)
         groups = (hashes & self._groups).astype(np.int64)
         claims = np.empty_like(self.table)
@@ -136,16 +137,16 @@ class NameIndex:
                 break
             self.shifts[groups[waiting]] = shift
             slots = self._slots(hashes[waiting])
-            claims[slots] = waiting  # of several the last one stays
+            claims[slots] = waiting  # if several names claim a slot, the last one stays
             is_good = (claims[slots] == waiting) & (self.table[slots] < 0)
             bad = np.zeros(len(self.shifts), bool)
-            bad[groups[waiting[~is_good]]] = True  # a group finds places together
+            bad[groups[waiting[~is_good]]] = True  # a group gets all its slots or none
             left = bad[groups[waiting]]
             self.table[slots[~left]] = waiting[~left]
             waiting = waiting[left]
 
     def _slots(self, hashes: np.ndarray) -> np.ndarray:
-        """The places in the table. A shift adds a multiple of an odd number that differs."""
+        """The slot for each hash: its upper half, plus shift times an odd number from the hash."""
         slots = hashes >> np.uint64(7)
         slots |= np.uint64(1)
         slots *= self.shifts.take((hashes & self._groups).view(np.int64))
@@ -154,7 +155,7 @@ class NameIndex:
         return slots.view(np.int64)
 
     def find(self, names: EncodedNames) -> np.ndarray:
-        """`[names]` int32: the place of each name, -1 if it is absent."""
+        """`[names]` int32: the position of each name in the index, -1 if it is absent."""
         lengths = names.ends - names.starts
         width = min(max(_words(lengths.max(initial=0)), 1), self._width)
         data = names.data + bytes(_WORD * width)
@@ -163,11 +164,11 @@ class NameIndex:
         asked[:, 1:] = words = _first_words(data, names.starts, lengths, width)
         hashes = _hashed(data, names.starts, lengths, words)
         found = self.table.take(self._slots(hashes))
-        records = self._records.take(found, mode="wrap")  # none is the last
+        records = self._records.take(found, mode="wrap")  # -1 takes the last, no name
         records = records.view(np.uint64).reshape(-1, 1 + self._width)[:, : 1 + width]
         same = records == asked
         if same.all() and lengths.max(initial=0) <= _WORD * width:
-            return found  # as mostly
+            return found  # the usual case: all names are known
         same = same.all(axis=1)
         for at in np.flatnonzero(same & (lengths > _WORD * width)).tolist():
             name = names.data[names.starts[at] : names.ends[at]]
@@ -180,7 +181,7 @@ class NameIndex:
         return found
 
     def place(self, name: str) -> int:
-        """The place of a name, -1 if it is absent: as `find`, which is slow for few names."""
+        """The position of one name, -1 if it is absent; faster than `find` for few names."""
         encoded = _utf8(name)
         shifts, table = self._views
         hashed = len(encoded)
@@ -197,7 +198,7 @@ class NameIndex:
         return self._others.get(encoded, -1)
 
     def prefixed(self, places: np.ndarray) -> bytes:
-        """The names of some places, each after its length as four bytes; for -1 an empty name."""
+        """The names at some positions, each after its length in four bytes; "" for -1."""
         room, count = _WORD * self._width, len(self._ends) - 1
         if places.min(initial=0) < 0:
             places = np.where(places < 0, count, places)
@@ -207,7 +208,7 @@ class NameIndex:
         starts = ends - lengths - _LENGTH
         size = int(ends[-1]) if len(ends) else _LENGTH
         text = np.empty(size + room, np.uint8)
-        # Each name's zeros are written over by the next one: they are assigned in this order.
+        # NumPy assigns in this order, so each name overwrites the padding of the previous one.
         every = np.ndarray(size + 1 - _LENGTH, f"V{_LENGTH + room}", text, strides=(1,))
         every[starts] = records.view(_within(self._width))["text"]
         for at in np.flatnonzero(lengths > room).tolist():
@@ -217,7 +218,7 @@ class NameIndex:
 
 
 class Places(dict[str, int]):
-    """A cache from name to index.
+    """A cache from name to position in an index.
 
     Args:
       index: index of all names.
@@ -228,9 +229,9 @@ class Places(dict[str, int]):
         self._index = index
 
     def find(self, names: Sequence[str]) -> np.ndarray:
-        """`[names]` int64: the place of each name, -1 if it is absent."""
-        # All in C: there can be thousands of names in a request. NumPy reads a list much
-        # faster than an iterator.
+        """`[names]` int64: the position of each name, -1 if it is absent."""
+        # `map` runs this loop in C: a request may have thousands of names. NumPy converts a
+        # list much faster than an iterator.
         found = np.array([*map(self.get, names, itertools.repeat(-1))], np.int64)
         absent = np.flatnonzero(found < 0)
         if len(absent):
@@ -241,21 +242,21 @@ class Places(dict[str, int]):
                 places = [*map(self._index.place, asked)]
             found[absent] = places
             pairs = zip(asked, places, strict=True)
-            # Unknown names have no end.
+            # Unknown names are not cached, because their number has no bound.
             self.update((name, place) for name, place in pairs if place >= 0)
         return found
 
 
 class NameTable:
-    """Names as bytes, as a file has them, with the index that finds and writes them.
+    """Names as UTF-8 bytes, as a file stores them, with an index to find and write them.
 
     Args:
-      encoded: all names, in UTF-8.
-      ends: `[names + 1]`: where the first begins, and where each ends.
-      stored: `shifts` and `table` of a stored `NameIndex`; by default they are made.
+      encoded: all names in UTF-8, concatenated.
+      ends: `[names + 1]` offsets of the names in `encoded`.
+      stored: `shifts` and `table` of a stored `NameIndex`; by default they are computed.
 
     Raises:
-      ValueError: a name is not in UTF-8; or the stored arrays cannot belong to so many
+      ValueError: a name is not UTF-8, or the stored arrays do not match the number of
         names.
     """
 
@@ -274,35 +275,35 @@ class NameTable:
 
     @classmethod
     def of(cls, names: Names) -> NameTable:
-        """The table of an array of names."""
+        """Makes a table from an array of names."""
         return cls(*utf8(names))
 
     @functools.cached_property
     def names(self) -> Names:
-        """`[names]` text."""
+        """`[names]` the names as an array of text."""
         return np.array(self._texts.to_pylist(), np.dtypes.StringDType())
 
     @functools.cached_property
     def index(self) -> NameIndex:
-        """In which names are found."""
+        """The index of the names, made at the first use."""
         return NameIndex(self.encoded, self.ends)
 
 
 def _utf8(name: str) -> bytes:
-    """The bytes of a text. Half a surrogate pair becomes bytes that are in no name."""
+    """Encodes a text in UTF-8. A lone surrogate becomes bytes that no valid name has."""
     return name.encode(errors="surrogatepass")
 
 
 def _hashed(
     data: bytes, starts: np.ndarray, lengths: np.ndarray, words: np.ndarray
 ) -> np.ndarray:
-    """A number of 64 bits for each name, which depends on all of its bytes.
+    """A 64-bit hash of each name, `[names]` uint64.
 
     Args:
-      data: bytes; see `_first_words`.
-      starts: place where each name begins.
-      lengths: bytes of each.
-      words: the first ones.
+      data: bytes that contain the names; see `_first_words`.
+      starts: offset where each name begins.
+      lengths: number of bytes of each name.
+      words: `[names, width]` first words of each name.
     """
     hashed = lengths.astype(np.uint64)
     least = lengths.min(initial=_WORD * words.shape[1])
@@ -325,26 +326,26 @@ def _hashed(
 
 
 def _mixed(hashed: np.ndarray) -> np.ndarray:
-    """Lets the low bits depend on all bits, too; a product's high ones do so. In place."""
+    """Mixes the high bits of a product into its low bits, in place."""
     hashed ^= hashed >> _HALF
     return hashed
 
 
 def _words(count: int | np.integer) -> int:
-    """The words of so many bytes."""
+    """The number of words that hold `count` bytes."""
     return -(-int(count) // _WORD)
 
 
 def _first_words(
     data: bytes, starts: np.ndarray, lengths: np.ndarray, width: int
 ) -> np.ndarray:
-    """`[names, width]` uint64: the first words of each name. After its end there are zeros.
+    """`[names, width]` uint64: the first words of each name, padded with zeros.
 
     Args:
-      data: bytes, so many words more than the last name has.
-      starts: place where each name begins.
-      lengths: bytes of each.
-      width: how many words.
+      data: bytes that contain the names, with at least `width` words after the last one.
+      starts: offset where each name begins.
+      lengths: number of bytes of each name.
+      width: number of words.
     """
     size = _WORD * width
     every = np.ndarray(len(data) - size + 1, f"V{size}", data, strides=(1,))
@@ -355,18 +356,18 @@ def _first_words(
 
 @functools.cache
 def _masks(width: int) -> np.ndarray:
-    """For each length the bits of the words that belong to a name."""
+    """For each length of a name, the bit mask of the words' bytes that belong to the name."""
     size = _WORD * width
     is_name = np.arange(size) < np.arange(size + 1)[:, None]
     return (is_name * np.uint8(255)).view(f"V{size}").ravel()
 
 
 def _within(width: int) -> np.dtype:
-    """A record whose text is the length, as four bytes, and the name."""
+    """A dtype of records with a field `text`: the length in four bytes, and the name."""
     before, text = _WORD - _LENGTH, _LENGTH + _WORD * width
     return np.dtype([("before", f"V{before}"), ("text", f"V{text}")])
 
 
 def _shown(lengths: np.ndarray) -> np.ndarray:
-    """The first words of records: the last half is the length."""
+    """The first word of each record, which has the length in its upper half."""
     return lengths.astype(np.uint64) << _HALF

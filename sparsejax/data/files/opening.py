@@ -1,4 +1,4 @@
-"""Opens data files, plain or compressed. Whatever goes wrong is raised as one clear error."""
+"""Opens data files, plain or compressed. Each failure raises a `DataError` that names the file."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ Path = str | os.PathLike[str]
 
 @runtime_checkable
 class ByteStream(Protocol):
-    """Bytes that are read one after the other."""
+    """An object from which bytes can be read in order."""
 
     def read(self, size: int = ..., /) -> bytes: ...
 
 
-# Large enough that NumPy's cost per call vanishes. Small enough that the temporary arrays
-# of a block, some ten times its size, take little memory.
+# Large enough that NumPy's cost for each call is negligible, and small enough that temporary
+# arrays, about ten times as large as a block, take little memory.
 BLOCK_BYTES = 8 * 2**20
 
-# A longer line is an error, so that a small compressed file cannot take all memory.
+# A longer line is an error, so that a small compressed file cannot fill the memory.
 MAX_LINE_BYTES = 64 * 2**20
 
 _HEAD_BYTES = 64 * 2**10
 
-_XZ_BYTES = 2**18  # decompressed at a time
-# First bytes.
+_XZ_BYTES = 2**18  # bytes that are read at a time
+# First bytes of compressed files.
 _GZIP, _XZ, _ZSTD = b"\x1f\x8b", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"
 _BZ2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", re.DOTALL)
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
-# First bytes of formats that are not read.
+# Patterns of the first bytes of compressed formats that are not read.
 _OTHERS = {
     "lz4": rb"\x04\x22\x4d\x18",
     "7z": rb"7z\xbc\xaf\x27\x1c",
@@ -56,14 +56,14 @@ _OTHERS = {
 
 
 class DataError(ValueError):
-    """A data file that cannot be read in its stated form.
+    """An error about a data file that cannot be read.
 
     The message starts with the file's path. If one line is wrong, its number follows,
     counted from 1: `ratings.tsv:17: value 'abc' is not a number`.
 
     Attributes:
-      line: the number of the wrong line, if there is one.
-      problem: the message without path and line.
+      line: number of the wrong line; None if the error is not about one line.
+      problem: message without path and line.
     """
 
     line: int | None = None
@@ -71,28 +71,28 @@ class DataError(ValueError):
 
     @classmethod
     def at(cls, path: Path, message: str, *, line: int | None = None) -> DataError:
-        """The error for a file, or for a line of it."""
+        """Makes the error for a file, or for a line of it."""
         place = shown(path) if line is None else f"{shown(path)}:{line}"
         error = cls(f"{place}: {message}")
         error.line, error.problem = line, message
         return error
 
 
-# The share of a file's lines that may be bad where bad lines are left out.
+# Largest share of bad lines with `skip_bad_lines`; more are an error.
 MAX_BAD_SHARE = 0.01
-_MANY_BAD = 1000  # from here on the file is given up before its end
+_MANY_BAD = 1000  # with more bad lines, the share is checked before the file's end
 
 
 @dataclasses.dataclass(eq=False)
 class WithoutLines(os.PathLike[str]):
-    """A file of which some lines are left out: `open_data` gives blank lines in their place.
+    """A file that is read without some lines: `open_data` puts blank lines in their place.
 
-    Lines that are no text are found while the file is read. `bad_lines` finds the others.
+    Lines that are not text are found while the file is read. `bad_lines` finds the others.
 
     Attributes:
-      path: the file.
-      problems: the fault of each record that is left out, by its first line.
-      blank: the numbers of all lines that are left out.
+      path: path of the file.
+      problems: fault of each record that is left out, by the number of its first line.
+      blank: numbers of all lines that are left out.
     """
 
     path: Path
@@ -103,17 +103,17 @@ class WithoutLines(os.PathLike[str]):
         return os.fspath(self.path)
 
     def leave_out(self, start: int, stop: int, problem: str) -> None:
-        """Leaves the lines `start .. stop - 1` out."""
+        """Records that the lines `start .. stop - 1` are left out, because of `problem`."""
         self.problems[start] = problem
         self.blank.update(range(start, stop))
 
     @property
     def are_many(self) -> bool:
-        """Whether so many lines are bad that their share is checked before the end of the file."""
+        """Whether there are so many bad lines that their share is checked early."""
         return len(self.problems) > _MANY_BAD
 
     def check(self, total: int, *, so_far: bool = False) -> None:
-        """Raises DataError if more than a hundredth of the lines is bad, and more than one."""
+        """Raises DataError if more than one line in a hundred is bad, and more than one line."""
         if so_far and not self.are_many:
             return
         if len(self.problems) > max(1, MAX_BAD_SHARE * total):
@@ -126,16 +126,16 @@ class WithoutLines(os.PathLike[str]):
             )
 
     def account(self, total: int) -> str:
-        """A line that counts the lines that are left out."""
+        """A text for a warning, with the number of lines that are left out."""
         count = len(self.problems)
         what = "1 bad line is" if count == 1 else f"{count:,} bad lines are"
         return f"{shown(self.path)}: {what} left out of {total:,}: {self._kinds()}"
 
     def kinds(self) -> dict[str, list[int]]:
-        """The lines with each kind of fault, by an example of it."""
+        """The numbers of bad lines for each kind of fault; the key is an example of the fault."""
         found: dict[str, tuple[str, list[int]]] = {}
         for line, problem in sorted(self.problems.items()):
-            # Without advice, which is for the author of the file, and without cells.
+            # Advice (for the author of the file) and cells are removed from the text.
             text = re.split(r" \((?!row|feature)|; |, [\d,]+ times in all", problem)[0]
             kind = re.sub(r"'[^']*'|\d[\d,.]*", "", text)
             found.setdefault(kind, (text, []))[1].append(line)
@@ -150,11 +150,11 @@ class WithoutLines(os.PathLike[str]):
         return "; ".join(parts)
 
 
-_SHOWN = 3  # lines of each kind of fault that a message names
+_SHOWN = 3  # lines of each kind of fault that a message lists
 
 
 class _WithBlankLines:
-    """A stream with blank lines in place of omitted lines, and of bytes that are no text."""
+    """A stream with blank lines in place of left-out lines and of lines that are not text."""
 
     def __init__(self, stream: ByteStream, file: WithoutLines):
         self._stream, self._file = stream, file
@@ -232,13 +232,11 @@ def check_regular(path: Path) -> None:
 
 @contextlib.contextmanager
 def open_data(path: Path) -> Generator[ByteStream]:
-    """Opens a file for reading bytes, decompressing it as it goes.
+    """Opens a file to read bytes, which are decompressed while they are read.
 
-    It may be gzip, xz, bzip2, zstd, or a zip of one file.
-
-    Compression is recognised by the file's first bytes, not by its name. A file that is
-    missing, a directory, truncated or damaged raises `DataError`, also while it is read.
-    If reading takes long, a bar shows how much of the file has been read.
+    The file may be plain, gzip, xz, bzip2, zstd, or a zip of one file. Its first bytes decide,
+    not its name. A file that is missing, a directory, truncated or damaged raises
+    `DataError`, also while it is read. If reading takes long, a bar shows its progress.
     """
     if is_address(path):
         raise DataError.at(
@@ -278,7 +276,7 @@ def open_data(path: Path) -> Generator[ByteStream]:
 
 
 def _check_compression(path: Path, first: bytes) -> None:
-    """Raises DataError if these first bytes are of a compression that is not read."""
+    """Raises DataError if the first bytes are those of a compression that is not read."""
     for name, magic in _OTHERS.items():
         if re.match(magic, first, re.DOTALL):
             raise DataError.at(
@@ -293,14 +291,14 @@ _DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, zipfile.BadZ
 
 @contextlib.contextmanager
 def _only_file(path: Path, file: io.BufferedReader) -> Generator[zipfile.ZipExtFile]:
-    """The only file of a zip archive.
+    """Opens the only file of a zip archive.
 
     Raises:
-      DataError: there are several, or it is encrypted.
+      DataError: the archive has several files, or is encrypted.
     """
     with zipfile.ZipFile(file) as archive:
         names = [info for info in archive.infolist() if not info.is_dir()]
-        # macOS adds a second file about each.
+        # macOS adds a file with metadata for each file.
         names = [info for info in names if not info.filename.startswith("__MACOSX/")]
         if problem := others.of_names([info.filename for info in names]):
             raise DataError.at(path, problem)
@@ -324,7 +322,7 @@ class _Zstd(io.RawIOBase):
     """Reads the frames of a zstd file, a piece at a time."""
 
     def __init__(self, file: io.BufferedReader):
-        import pyarrow as pa  # others that open files do without it
+        import pyarrow as pa  # imported here, because other formats do not need it
 
         self._stream = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
 
@@ -342,9 +340,9 @@ class _Zstd(io.RawIOBase):
 
 
 class _Xz(io.RawIOBase):
-    """Reads the streams of an xz file, one after the other, with padding between them.
+    """Reads the streams of an xz file one after the other, with padding between them.
 
-    `lzma.LZMAFile` ignores damage behind the first stream.
+    `lzma.LZMAFile` ignores damage after the first stream.
     """
 
     def __init__(self, file: io.BufferedReader):
@@ -377,7 +375,7 @@ class _Xz(io.RawIOBase):
 
 
 class _Watched(io.BufferedReader):
-    """Tells a bar how much has been read."""
+    """A reader that updates a progress bar."""
 
     def __init__(self, raw: io.RawIOBase, bar: tqdm):
         super().__init__(raw)
@@ -390,7 +388,7 @@ class _Watched(io.BufferedReader):
 
 
 def progress_bar(path: Path, size: int) -> tqdm:
-    """A bar for `size` bytes. A terminal shows it if they take more than a second."""
+    """A progress bar for `size` bytes, shown on a terminal after one second."""
     return tqdm(
         total=size,
         desc=os.path.basename(os.fspath(path).partition("?")[0].rstrip("/")),
@@ -398,28 +396,28 @@ def progress_bar(path: Path, size: int) -> tqdm:
         unit_scale=True,
         delay=1,
         leave=False,
-        disable=None,  # unless stderr is a terminal
+        disable=None,  # disabled unless stderr is a terminal
     )
 
 
 def shown(path: Path) -> str:
-    """The path as messages show it: without the password that an address may hold."""
+    """A path for messages, without the password that an address may contain."""
     plain = os.fspath(path).encode("utf-8", "backslashreplace").decode()
     return re.sub("(?<=://)[^/@]*@", "", plain).replace("\0", "\\0")
 
 
 def is_address(path: Path) -> bool:
-    """Whether this is an address like `s3://bucket/folder`."""
+    """Whether a path is an address like `s3://bucket/folder`."""
     return bool(re.match("[a-z][a-z0-9+.-]*://", os.fspath(path)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """Whole lines of a file.
+    """A block of whole lines of a file.
 
     Attributes:
       data: UTF-8 bytes. Every line, also the last one, ends in a line feed.
-      path: the file.
+      path: path of the file.
       first: number of the first line, counted from 1.
     """
 
@@ -433,7 +431,7 @@ class Lines:
         return b"\n".join(found[: stop - start]).decode()
 
     def error(self, line: int, message: str) -> DataError:
-        """The error for the block's line number `line`, counted from 0."""
+        """Makes the error for a line of the block, counted from 0."""
         return DataError.at(self.path, message, line=self.first + line)
 
 
@@ -442,7 +440,7 @@ def line_blocks(
 ) -> Iterator[Lines]:
     """Yields a file's lines in blocks of about `block_bytes`.
 
-    Removes a byte order mark and turns CR LF into LF. A line longer than a block makes
+    A byte order mark is removed, and CR LF becomes LF. A line longer than a block makes
     its block longer, up to `MAX_LINE_BYTES`.
 
     Raises:
@@ -481,10 +479,10 @@ def line_blocks(
 
 
 def lines_of(path: Path) -> list[str]:
-    """The lines of a text file that are not empty.
+    """Reads the lines of a text file that are not empty.
 
     Raises:
-      DataError: all are empty, or for the reasons of `line_blocks`.
+      DataError: all lines are empty; see `line_blocks` for other reasons.
     """
     with open_data(path) as stream:
         text = b"".join(lines.data for lines in line_blocks(stream, path)).decode()
@@ -495,7 +493,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def head(path: Path) -> Lines:
-    """The first block of whole lines, about 64 KiB, in which a line is not blank.
+    """Reads the first block of lines, about 64 KiB, that is not blank.
 
     Raises:
       DataError: all lines are blank.
@@ -523,7 +521,7 @@ _STRAY = "carriage return inside a line; lines must end in LF or CR LF"
 
 
 def half_pair(error: UnicodeEncodeError) -> str:
-    """The problem of a text that cannot be UTF-8, such as the cut title of a product."""
+    """The error text for a str with half a surrogate pair, such as a title that was cut."""
     half = error.object[error.start]
     return f"has half of a surrogate pair, {half!r}, which is no character; remove it"
 

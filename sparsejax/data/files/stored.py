@@ -1,32 +1,30 @@
-"""The saved form of data sets: one Parquet file with columns, a kind and a checksum.
+"""The saved form of data sets: one Parquet file with a kind and a checksum.
 
-The metadata of its schema has a key for the kind of the data, with the version of the form.
-Columns differ in their lengths: the shorter ones end in nulls, which take no room. The
-checksum is of the whole content. `click_storage` has the columns of clicks, and
-`item_features` those of the content of items.
+The metadata of the file's schema has a key for the kind of the data, whose value is the version
+of the form or a document. Columns have different lengths: shorter ones end in nulls, which take
+no space. The checksum covers the whole content. `click_storage` describes the columns of clicks,
+and `item_features` those of features of items.
 
 `SparseDataset.save` writes this form. Row `i` of the table holds the `i`-th row of the
-data set and, beside it, the name of the `i`-th feature. The shorter of the two is filled
-up with nulls, which take no room::
+data set and, independently of it, the name of the `i`-th feature::
 
     row     indices  values       feature
     ann     [0, 2]   [1.0, 5.0]   milk
     bob     []       []           tea
     null    null     null         wine
 
-An indicator data set has no `values` (list<float32>). If the data set has times, there are
-`times` (list<int64>, list<double> or list<timestamp[us]>) and `order` (list<int64>), and
-`first_times` if an entry has several events. If
-entries were left out, `left_out` (int32) has their number for each row. The schema's
-metadata has the version of this form, and a checksum of the whole content.
+An indicator data set has no `values` (list<float32>). A data set with times has `times`
+(list<int64>, list<double> or list<timestamp[us]>) and `order` (list<int64>), and also
+`first_times` if an entry has several events. If entries were left out, `left_out` (int32) has
+their number for each row.
 
-`SequenceDataset.save` writes the same with another key of the version. There indices are
-the items in the order of time, and there is neither `values` nor `order`. `weights`
-(list<float32>) are there if entries count differently as targets. Columns of events are
-`events/NAME`, lists of float32, of int32, or of lists of int32 of one length; beside them are their
-categories, `categories/NAME`, and the metadata has their schema. Columns of users are `users/NAME`, a
-number or a list for each row, with the categories `categories/users/NAME`. A file with any of these has
-version 2, so that an earlier release, which would leave them out, refuses it.
+`SequenceDataset.save` writes this form with another key for the kind. There, indices are the
+items in the order of time, and `values` and `order` are absent. `weights` (list<float32>) exist
+if entries count differently as targets. Columns of events are `events/NAME`: lists of float32,
+of int32, or of lists of int32 with equal lengths. Their categories are `categories/NAME`, and the
+metadata has their schema. Columns of users are `users/NAME`, a number or a list for each row, with
+the categories `categories/users/NAME`. A file with weights or any of these columns has version 2.
+So an earlier release, which would ignore them, refuses it.
 """
 
 from __future__ import annotations
@@ -48,18 +46,18 @@ from sparsejax.data.files.opening import DataError, Path
 from sparsejax.sparse import CSR, as_int32
 
 VERSION = 1
-# Version of the form of histories with weights or columns of events.
+# Version of the form for histories with weights or columns of events.
 _VERSION_OF_EVENTS = 2
 _EVENTS_KEY = b"sparsejax.events"
 EVENTS, USERS = "events/", "users/"
 _CATEGORIES = "categories/"
 
-# Rows of a row group, which can be read without the others: some 30 MB.
+# Rows of a row group, about 30 MB. A row group can be read without the others.
 _GROUP_ROWS = 2**16
 _CHECKSUM_KEY = b"sparsejax.dataset.crc32"
 
-# The file of a prepared folder that lists its parts, and the key of each part's schema,
-# with the identity of its folder.
+# Name of a prepared folder's file that lists its parts, and the key in the schema of each part
+# for the identity of its folder.
 MANIFEST = "manifest.json"
 PART_KEY = b"sparsejax.folder"
 _COLUMNS = {
@@ -73,24 +71,24 @@ _COLUMNS = {
     "left_out": pa.int32(),
     "feature": pa.large_string(),
 }
-_LISTS = pa.list_(pa.large_list(pa.int32()))  # of a column of events
+_LISTS = pa.list_(pa.large_list(pa.int32()))  # type of a column of events with lists
 _TIMES = (pa.int64(), pa.float64(), pa.timestamp("us"))
 
 
-# Columns of entries, in the order in which they are in a file.
+# Columns of entries, in the order of a file.
 _ENTRIES = ("indices", "values", "times", "order", "first_times")
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The saved form of the data of one class.
+    """The saved form of one kind of data set.
 
     Attributes:
-      key: key in the metadata of the schema, with the version, or with a document.
+      key: key in the metadata of the schema, for the version or a document.
       has_rows: whether a file has rows of items.
       ordered: whether the items of a row are in the order of time.
-      other: the message about a file of another form.
-      instead: how to read a file of this form, for a reader of another one.
+      other: error text for a reader of this form that finds a file of another form.
+      instead: advice for a reader of another form that finds a file of this form.
     """
 
     key: bytes
@@ -100,11 +98,11 @@ class Form:
     instead: str = ""
 
     def stated(self, schema: pa.Schema) -> bytes:
-        """The value of the key: its version, or a document."""
+        """The value of the key in a schema's metadata: a version, or a document."""
         return (schema.metadata or {}).get(self.key, b"")
 
     def check(self, path: Path, schema: pa.Schema) -> None:
-        """Raises DataError unless a file of this schema has this form."""
+        """Raises DataError unless a file with this schema has this form."""
         if (found := form_of(schema)) is not self:
             instead = "" if found is None else found.instead
             raise DataError.at(path, self.other or instead or _not_saved(schema))
@@ -135,12 +133,12 @@ class StoredRows(NamedTuple):
     """The content of a saved data set of items or histories.
 
     Attributes:
-      entries: its entries; columns of events have names that begin with `EVENTS`, and columns
-        of users, of rows, names that begin with `USERS`.
+      entries: rows of entries. Names of columns of events begin with `EVENTS`; names of
+        columns of users, which are among the columns of rows, begin with `USERS`.
       row_names: names of the rows.
       feature_names: names of the features.
-      facts: the document of the columns of events and users, in JSON; empty if there are none.
-      categories: the categories of these columns, by name; of users behind `USERS`.
+      facts: JSON document about the columns of events and users; empty if there are none.
+      categories: categories of these columns, by name; for users after the prefix `USERS`.
     """
 
     entries: Entries
@@ -151,13 +149,13 @@ class StoredRows(NamedTuple):
 
     @property
     def version(self) -> int:
-        """Version of the form of the file."""
+        """The version of the form that a file with this content needs."""
         has_more = self.facts or "weights" in self.entries.columns
         return _VERSION_OF_EVENTS if has_more else VERSION
 
 
 def form_of(schema: pa.Schema) -> Form | None:
-    """The form of a file of this schema; None if no data set was saved there."""
+    """The form of a file with this schema; None if the file is no saved data set."""
     metadata = schema.metadata or {}
     forms = ITEMS, HISTORIES, CLICKS, ITEM_FEATURES
     return next((form for form in forms if form.key in metadata), None)
@@ -172,15 +170,15 @@ def write(
     *,
     group_rows: int,
 ) -> None:
-    """Writes a data set, whole or not at all.
+    """Writes a data set to a file, whole or not at all.
 
     Args:
-      path: the file.
-      form: kind of data set that is written, which names the key of its metadata.
+      path: path of the file.
+      form: kind of data set to write.
       columns: arrays by name, of any lengths.
-      facts: the facts that the metadata states under the key of the form.
+      facts: value for the form's key in the metadata.
       metadata: further metadata.
-      group_rows: rows of a row group.
+      group_rows: number of rows of a row group.
 
     Raises:
       OSError: the file cannot be written.
@@ -197,10 +195,10 @@ def write(
 
 
 def one_file(path: Path) -> parquet.ParquetPath:
-    """The file at a path.
+    """The Parquet file at a path.
 
     Raises:
-      DataError: there is none, or a folder.
+      DataError: the file does not exist, or the path is a folder.
     """
     [source, *others] = parquet.parquet_files(path)
     if others or source.path != path:
@@ -209,7 +207,7 @@ def one_file(path: Path) -> parquet.ParquetPath:
 
 
 def checksum(leaves: Sequence[bytes]) -> int:
-    """A checksum of the content of a file and of the list of its parts."""
+    """The CRC-32 checksum of a file's parts and of their lengths."""
     found = zlib.crc32(repr([len(leaf) for leaf in leaves]).encode())
     for leaf in leaves:
         found = zlib.crc32(leaf, found)
@@ -217,25 +215,25 @@ def checksum(leaves: Sequence[bytes]) -> int:
 
 
 def names_as_bytes(names: Names) -> bytes:
-    """Names for a checksum."""
+    """The names as bytes, for a checksum."""
     return "\0".join(names.tolist()).encode()
 
 
 def id_lists(flat: np.ndarray, indptr: np.ndarray, size: int) -> CSR:
-    """Lists of ids, `[examples]`, that keep their order.
+    """A CSR whose rows are lists of ids, `[examples]`, in their given order.
 
     Args:
-      flat: `[entries]` int32.
-      indptr: `[examples + 1]` where each list begins.
-      size: number of ids that there are.
+      flat: `[entries]` int32 ids.
+      indptr: `[examples + 1]` offsets of the lists.
+      size: number of different ids.
     """
-    # Not the constructor, which wants ascending columns.
+    # The constructor would require ascending columns.
     leaves = (None, flat, as_int32("indptr", indptr), None)
     return CSR.tree_unflatten(size, leaves)
 
 
 def write_rows(path: Path, form: Form, rows: StoredRows) -> None:
-    """Writes a data set of items or histories, whole or not at all.
+    """Writes a data set of items or histories to a file, whole or not at all.
 
     Raises:
       OSError: the file cannot be written.
@@ -260,7 +258,7 @@ def write_rows(path: Path, form: Form, rows: StoredRows) -> None:
 
 
 def to_lists(leaf: np.ndarray) -> pa.Array:
-    """Numbers, or the rows of a matrix as lists."""
+    """Converts an array to Arrow: numbers, or lists with the rows of a matrix."""
     flat = arrow.from_numbers(leaf.reshape(-1))
     if leaf.ndim < 2:
         return flat
@@ -272,13 +270,13 @@ def read_rows(path: Path, form: Form, *, events: bool = False) -> StoredRows:
     """Reads a file that `write_rows` wrote in this form.
 
     Args:
-      path: the file.
-      form: form of the data.
-      events: whether the caller has a use for weights and columns of events. Otherwise a file
-        with any is an error.
+      path: path of the file.
+      form: form that the file must have.
+      events: whether the caller can use weights and columns of events. Otherwise a file
+        with any of them is an error.
 
     Raises:
-      DataError: the file is missing, is not such a file, or is damaged.
+      DataError: the file is missing, has another form, or is damaged.
     """
     with one_file(path).open() as file:
         check_schema(path, file.schema_arrow, form, events=events)

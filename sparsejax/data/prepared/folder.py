@@ -1,4 +1,4 @@
-"""A data set as a folder of files, which `sparsejax.prepare` writes.
+"""Folders with a prepared data set, which `sparsejax.prepare` writes.
 
 ::
 
@@ -9,13 +9,13 @@
     test/part-ID-00000.parquet      held-out rows, if there are any
     manifest.json                   a description of the files; written last
 
-`row` is the name of a row, `indices` are its columns in ascending order, and `values` their
-values, which an indicator data set does not have. `left_out` is there if entries of items
-that the vocabulary lacks were left out, and has their number for each row. Row groups have
-about 2^20 entries and files about 2^26. The manifest has the version, the settings, the
-number and a hash of the items, and of each file its size, its checksum, and the rows and the
-entries of each row group. So a reader opens a file only to read rows of it. A folder without
-a manifest is unfinished.
+`row` is the name of a row, `indices` are its columns in ascending order, and `values` are the
+values of its entries. An indicator data set has no `values`. `left_out` exists if entries of
+unknown items were left out, and has their number for each row. Row groups have about 2^20
+entries and files about 2^26. The manifest has the version, the settings, the number of items
+and a hash of their names. For each file it has the size, the checksum, and the numbers of rows
+and entries of each row group. So a reader opens a file only to read its rows. A folder without
+a manifest is incomplete.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ PARTS: tuple[Part, ...] = ("train", "test")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """A file of a folder.
+    """The description of a file with rows, in the manifest.
 
     Attributes:
-      path: its path in the folder.
+      path: relative path of the file in the folder.
       size: size in bytes.
-      crc32: checksum of its bytes.
+      crc32: CRC-32 checksum of the file.
       groups: number of rows and number of entries of each row group.
     """
 
@@ -73,7 +73,7 @@ class DataFile:
     groups: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        # A path leads to a file of the folder.
+        # The pattern keeps the path inside the folder.
         if not re.fullmatch(r"(train|test)/[\w-][\w.-]*", self.path, re.ASCII):
             raise ValueError(
                 f'"path" is {self.path!r}, which is not a file of a part of the folder'
@@ -87,7 +87,7 @@ class DataFile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Facts that a folder states of itself.
+    """The description of a prepared folder, stored in it as `manifest.json`.
 
     >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
     >>> manifest = prepare(pandas.DataFrame(table), "events")
@@ -99,18 +99,18 @@ class Manifest:
       indicator: whether every entry is 1.
       num_items: number of items, which are the columns of the matrix.
       vocabulary: a hash of the names of the items.
-      train: the files of the rows to train on.
-      test: the files of the held-out rows.
-      left_out: number of entries that were left out of each part because the vocabulary
-        lacks their items.
+      train: files of the rows to train on.
+      test: files of the held-out rows.
+      left_out: number of entries left out of each part because the vocabulary lacks their
+        items.
       skipped: number of wrong events that were left out, by the kind of fault.
-      settings: how the folder was made.
-      vocabulary_file: the file of the items; see `vocabulary_file`.
+      settings: settings of `prepare` that made the folder.
+      vocabulary_file: name of the file with the items; see `vocabulary_file`.
       repeats: number of entries after `split_time` that are not held out, because their
         rows have the items before it; see `repeats` of `prepare`.
-      histories: whether rows have the order of their events and all repeats.
-      events: the columns of the events of histories as `Events.to_json` has them, with their
-        categories; None if there are none.
+      histories: whether rows are histories: events in their order, with all repeats.
+      events: the columns of events in histories with their categories, as the document of
+        `Events.to_json`; None if there are none.
     """
 
     id: str
@@ -141,11 +141,11 @@ class Manifest:
             raise ValueError(f'"repeats" must be 0 or more, got {self.repeats}')
 
     def num_rows(self, part: Part = "train") -> int:
-        """Number of rows of a part."""
+        """Number of rows in a part."""
         return sum(rows for file in getattr(self, part) for rows, _ in file.groups)
 
     def num_entries(self, part: Part = "train") -> int:
-        """Number of entries of a part."""
+        """Number of entries in a part."""
         return sum(count for file in getattr(self, part) for _, count in file.groups)
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ class Manifest:
     def to_json(self) -> str:
         """The text of `manifest.json`."""
         document = {"version": VERSION, **codec.document(self)}
-        if not self.histories:  # as releases before wrote it
+        if not self.histories:  # earlier releases did not write these keys
             del document["histories"], document["events"]
         return codec.text(document, indent=1)
 
@@ -176,7 +176,7 @@ class Manifest:
         """Reads the text that `to_json` wrote.
 
         Raises:
-          DataError: it is something else, or has another version.
+          DataError: the text is no manifest, or has another version.
         """
         try:
             document = codec.parse(text)
@@ -201,9 +201,9 @@ class DataFolder:
     """A part of a prepared folder.
 
     Attributes:
-      place: the folder.
+      place: location of the folder.
       part: "train" or "test".
-      manifest: the manifest of the folder.
+      manifest: manifest of the folder.
     """
 
     place: Place
@@ -212,17 +212,18 @@ class DataFolder:
 
     @classmethod
     def find(cls, path: Path, *, histories: bool | None = None) -> DataFolder | None:
-        """The prepared folder at a path, or None if there is none.
+        """Opens the prepared folder at a path; None if there is no prepared folder.
 
-        The path of the folder stands for its train part. The paths of `train` and `test`
-        in it stand for the parts.
+        The path of the folder stands for its train part. The paths of the subfolders `train`
+        and `test` stand for those parts.
 
         Args:
-          path: the path.
-          histories: whether it must have histories; None if either will do.
+          path: path or address.
+          histories: whether the folder must have histories; None if both kinds are accepted.
 
         Raises:
-          DataError: the manifest is wrong, or cannot be read; or the folder has other data.
+          DataError: the manifest is damaged or cannot be read, or the folder has the other
+            kind of data.
         """
         place = Place.of(path)
         folder, name = place.parent
@@ -234,7 +235,7 @@ class DataFolder:
                 try:
                     found = Manifest.from_json(where.below(MANIFEST).path, text)
                 except DataError:
-                    # Other programs write files of this name, too.
+                    # Other programs also write files called manifest.json.
                     if not any(map(_VOCABULARIES.fullmatch, where.names())):
                         continue
                     raise
@@ -266,7 +267,7 @@ class DataFolder:
         return names
 
     def rows(self) -> tuple[Names, np.ndarray]:
-        """The names of the rows, and how many entries were left out of each."""
+        """The names of the rows, and the number of entries that were left out of each row."""
         names, left_out = [pa.array([], pa.large_string())], [np.empty(0, np.int32)]
         for group in self.groups():
             with group.file.open(one_group=True) as file:
@@ -294,7 +295,7 @@ class DataFolder:
         return found
 
     def read(self) -> SparseDataset:
-        """All rows, in memory.
+        """Reads all rows of the part into memory.
 
         Raises:
           DataError: a file is missing or damaged, or there are too many entries.
@@ -308,7 +309,7 @@ class DataFolder:
             )
         with concurrent.futures.ThreadPoolExecutor() as threads:
             files = {os.fspath(group.file.path): group.file for group in groups}
-            if not self.place.is_remote:  # from a store they would be read twice
+            if not self.place.is_remote:  # this check would download the files twice
                 list(threads.map(_check_bytes, files.values()))
             parts = list(threads.map(read_rows, groups))
         stored = {"indices", *["values"] * (not self.manifest.indicator)}
@@ -327,7 +328,7 @@ class DataFolder:
 
 
 def _no_rows() -> Entries:
-    # No constant of the module: pyarrow imports pandas when it makes its first array.
+    # This is not a constant, because pyarrow imports pandas when it makes its first array.
     return Entries(
         np.zeros(1, np.int64),
         {"indices": np.empty(0, np.int32), "values": np.empty(0, np.float32)},
@@ -352,7 +353,7 @@ def _check_bytes(file: ParquetPath) -> None:
 
 
 def read_rows(group: Group) -> Entries:
-    """The rows of a row group, with their `names` and `left_out`.
+    """Reads the rows of a row group, with their `names` and `left_out`.
 
     Raises:
       DataError: the file is missing, is damaged or was changed.
@@ -384,7 +385,7 @@ def read_rows(group: Group) -> Entries:
 
 
 def _is_of_part(schema: pa.Schema) -> bool:
-    """Whether a file has the columns that `PartWriter` writes."""
+    """Whether a file has the columns and types that `PartWriter` writes."""
     types = {field.name: field.type for field in schema}
     lists = [types.get("indices"), types.get("values", pa.list_(pa.float32()))]
     return (
@@ -397,11 +398,11 @@ def _is_of_part(schema: pa.Schema) -> bool:
 
 
 def vocabulary_file(identity: str | None) -> str:
-    """The name of the file of the items.
+    """The name of the file with the items.
 
     Args:
-      identity: identity of the folder, where two may write it at a time: in a store, or
-        on a cluster. So neither replaces the file of the other. None elsewhere.
+      identity: identity of the folder, if two calls may write the folder at the same time: in
+        a store, or on a cluster. Then neither replaces the other's file. Otherwise None.
     """
     return (
         "vocabulary.parquet" if identity is None else f"vocabulary-{identity}.parquet"

@@ -21,7 +21,6 @@ of the line.
 
 Tables are pairs, JSON Lines, Parquet, frames and dicts. The caller names the column for a role,
 or else the column is found by the known names of the role (`columns.SYNONYMS`). Names are compared
-it for one, or if its own name is known for one (`columns.SYNONYMS`). Names are compared
 without case, spaces, `_`, `-` and `.`, in singular or plural. Names of users and items
 may have id, key, code, no or number before or after them. Other columns are never
 guessed: if it is not clear which column has a role, an error lists the columns.

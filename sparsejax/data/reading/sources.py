@@ -1,4 +1,4 @@
-"""Matrices and arrays as users pass them, and matching the rows of one with another's."""
+"""Checks matrices and arrays that users pass as inputs, and aligns their rows by name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Source = SparseDataset | CSR | scipy.sparse.sparray | scipy.sparse.spmatrix
 Dense = DenseDataset | np.ndarray | jax.Array
 Sources = Source | Mapping[str, Source | Dense]
 
-# `num_features` of a model. With one input it is the number of features. With several it is
-# a dict: for a sparse input the number of its features, for a dense input the shape of a
-# row, or its shape and dtype.
+# The type of a model's `num_features`. With one input it is the number of features. With several
+# inputs it is a dict: for a sparse input the number of its features, for a dense input the shape
+# of a row, or its shape and dtype.
 Features = int | Mapping[str, int | tuple[int, ...] | jax.ShapeDtypeStruct]
 
 
@@ -32,9 +32,9 @@ class Named:
     """A matrix or an array, perhaps with the names of its rows.
 
     Attributes:
-      what: its name in messages: the name of the argument.
-      matrix: `[rows, ...]`.
-      row_names: `[rows]`, or None.
+      what: name of the argument, for messages.
+      matrix: `[rows, ...]` data.
+      row_names: `[rows]` names of the rows, or None.
     """
 
     what: str
@@ -46,22 +46,23 @@ class Named:
         return self.matrix.shape[0]
 
     def label(self, row: int) -> str:
-        """The row's number, with its name if it has one, for a message."""
+        """A description of a row for a message: its number, its name if known, and `what`."""
         name = "" if self.row_names is None else f" ({self.row_names[row]!r})"
         return f"row {row:,}{name} of {self.what}"
 
     def labels(self, rows: np.ndarray) -> str:
-        """The first few of these rows, for a message."""
+        """The names or numbers of the first few of these rows, for a message."""
         return quoted(rows if self.row_names is None else self.row_names[rows])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedCSR(Named):
-    """A source as a CSR on the host or the device, perhaps with names.
+    """A sparse source as a CSR on the host or the device, perhaps with names.
 
     Attributes:
-      feature_names: `[features]`, or None.
-      left_out: `[rows]`, or None: see `SparseDataset`.
+      feature_names: `[features]` names of the columns, or None.
+      left_out: `[rows]` number of entries left out of each row, or None; see
+        `SparseDataset`.
     """
 
     matrix: CSR
@@ -70,7 +71,7 @@ class NamedCSR(Named):
 
     @classmethod
     def of(cls, what: str, source: Source) -> NamedCSR:
-        """Makes one from a source.
+        """Converts a source that a user passed as the argument `what`.
 
         Raises:
           TypeError: the source has a type that is not supported.
@@ -94,17 +95,17 @@ class NamedCSR(Named):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedArray(Named):
-    """A dense source, on the host."""
+    """A dense source as an array on the host, perhaps with names."""
 
     matrix: np.ndarray
 
     @classmethod
     def of(cls, what: str, source: Dense) -> NamedArray:
-        """Makes one from a source.
+        """Converts an array or a data set that a user passed as the argument `what`.
 
         Raises:
           TypeError: the source is not an array of numbers.
-          ValueError: it has no rows, or a value is not finite.
+          ValueError: the source is a single number, or a value is not finite.
         """
         if isinstance(source, DenseDataset):
             return cls(what, source.values, source.row_names)
@@ -129,7 +130,7 @@ class Inputs:
 
     @classmethod
     def of(cls, sources: Sources | Inputs) -> Inputs:
-        """Makes them from the argument `inputs` of a public function.
+        """Converts the argument `inputs` of a public function.
 
         Raises:
           NotImplementedError: one of several sources is scanned.
@@ -158,7 +159,7 @@ class Inputs:
 
     @property
     def features(self) -> Features:
-        """`num_features` of a model that takes these inputs."""
+        """The value of `num_features` of a model that takes these inputs."""
         sizes = {
             name: part.matrix.shape[1:]
             if isinstance(part, NamedArray)
@@ -175,11 +176,11 @@ class Inputs:
         return matrix
 
     def named(self, what: str, source: Source | str) -> NamedCSR:
-        """A source for the argument `what`, or the sparse input of this name.
+        """Converts a source for the argument `what`, or finds the sparse input of this name.
 
         Raises:
           TypeError: the source has a type that is not supported.
-          ValueError: there is no such input.
+          ValueError: no sparse input has this name.
         """
         if not isinstance(source, str):
             return NamedCSR.of(what, source)
@@ -214,7 +215,7 @@ def _part(name: Any, source: Any) -> NamedCSR | NamedArray:
 
 
 def _advice(source: Any) -> str:
-    """The advice for a caller that gives names in place of data."""
+    """Advice for the error about a caller that passed names in place of data; or ""."""
     some: Any = source
     while isinstance(some, list | tuple | np.ndarray) and len(some):
         some = some[0]
@@ -238,7 +239,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def find_rows(wanted: Named, among: Named) -> np.ndarray:
-    """`[wanted rows]`: the row of `among` for each row of `wanted`, -1 if missing.
+    """`[wanted rows]`: the number of the matching row of `among`, or -1, for each row of `wanted`.
 
     Rows are matched by name if both have names. Otherwise row `i` belongs to row `i`.
 
@@ -259,7 +260,7 @@ def find_rows(wanted: Named, among: Named) -> np.ndarray:
 
 
 def aligned[T: Named](part: T, rows: Named) -> T:
-    """The rows of `part` in the order of `rows`.
+    """Reorders the rows of `part` to match `rows`.
 
     Raises:
       ValueError: a row is missing, or the numbers of rows differ.
@@ -282,10 +283,10 @@ def aligned[T: Named](part: T, rows: Named) -> T:
 
 
 def features_of(model: Any) -> Features:
-    """`model.num_features`.
+    """The value of `model.num_features`.
 
     Raises:
-      TypeError: there is none, or it is a dict in an attribute of the module.
+      TypeError: the model has no `num_features`, or has a dict in an attribute of the module.
     """
     if not hasattr(model, "num_features"):
         raise TypeError(
@@ -301,14 +302,14 @@ def features_of(model: Any) -> Features:
 
 
 def dense_row(features: tuple[int, ...] | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a row of a dense input; float32 if only a shape is given."""
+    """The shape and dtype of a row of a dense input; float32 if only a shape is given."""
     if isinstance(features, tuple):
         return jax.ShapeDtypeStruct(features, jnp.float32)
     return features
 
 
 def check_inputs(inputs: Inputs, features: Features) -> None:
-    """Raises ValueError unless a model with these features takes the inputs."""
+    """Raises ValueError if names, kinds or shapes of inputs do not match the model's features."""
     if not isinstance(features, Mapping):
         if not inputs.alone:
             raise ValueError(
@@ -352,10 +353,10 @@ def _check_dense(part: NamedCSR | NamedArray, shape: tuple[int, ...]) -> None:
 
 
 def num_columns(what: str, source: Any) -> int:
-    """Number of columns of data, in memory or scanned.
+    """The number of columns of data, in memory or scanned.
 
     Raises:
-      TypeError: it has another type.
+      TypeError: the source has a type that is not supported.
     """
     if isinstance(source, CSR):
         return source.num_cols
@@ -379,7 +380,7 @@ def check_columns(what: str, columns: int, expected: int, kind: str) -> None:
 
 
 def check_same_features(a: NamedCSR, b: NamedCSR) -> None:
-    """Raises ValueError if two sources have as many features but other names for them."""
+    """Raises ValueError if two sources with equal numbers of features have different names."""
     ours, theirs = a.feature_names, b.feature_names
     if ours is None or theirs is None or ours is theirs or len(ours) != len(theirs):
         return

@@ -1,4 +1,4 @@
-"""The columns of a file of clicks: a label, numbers, and categories."""
+"""The schema of a file of clicks: labels, numbers and categories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparsejax import codec
 from sparsejax.data.files.names import Names
 from sparsejax.wide_ids import NUM_IDS
 
-# Ids of a vocabulary: of a missing value, and of one that is rare or unknown.
+# Ids of a vocabulary: a missing value, a rare or unknown category, and the first known one.
 MISSING, RARE, FIRST_KNOWN = 0, 1, 2
 
 
@@ -25,17 +25,17 @@ def _check_integer(name: str, value: object, *, least: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class DenseColumn:
-    """A column of numbers.
+    """The type of a column of numbers.
 
     >>> DenseColumn(log1p=True, missing=0.0).missing
     0.0
 
     Attributes:
-      log1p: take `log(1 + max(x, 0))`, for counts.
+      log1p: replace x by `log(1 + max(x, 0))`, for counts.
       missing: number that replaces an empty value in the model's input (not
         transformed). By default an empty value is an error.
-      fixed: the value, before a logarithm, of all examples but those that are trained on, such
-        as a position on a page. Only training then reads the column.
+      fixed: value, before a logarithm, that the column has outside training, such as a
+        position on a page. Then only training reads the column.
     """
 
     log1p: bool = False
@@ -51,19 +51,19 @@ class DenseColumn:
 
 @dataclasses.dataclass(frozen=True)
 class HashedColumn:
-    """A column of categories, each of which a hash gives one of `size` ids.
+    """The type of a column of categories whose ids, `size` of them, come from a hash.
 
     >>> HashedColumn(100_000).size
     100000
 
     The id is `1 + XXH64(UTF-8 bytes, seed 0) mod (size - 1)`, on every machine and in every
-    version. It is 0 for a missing value. Numbers are hashed as decimal text, `2.0` as `2`,
-    and booleans as `true` and `false`, whatever the file calls them.
+    version. A missing value has the id 0. Numbers are hashed as decimal text, `2.0` as `2`,
+    and booleans as `true` and `false`, however the file spells them.
 
     Attributes:
       size: number of ids, at least 2.
-      fixed: the category of all examples but those that are trained on, such as a position on a
-        page. Only training then reads the column.
+      fixed: category that the column has outside training, such as a position on a page. Then
+        only training reads the column.
     """
 
     size: int
@@ -75,18 +75,18 @@ class HashedColumn:
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyColumn:
-    """A column of categories, numbered by how often the training data has them.
+    """The type of a column of categories that are numbered by their count in the training data.
 
     >>> VocabularyColumn(min_count=10).min_count
     10
 
-    Id 0 is a missing value: empty, null or NaN. Id 1 is a category that occurs less than `min_count` times in
-    the training data, or not at all. The others have ids from 2, the most frequent one
-    first. Among equally frequent ones the first in the order of their bytes comes first.
+    Id 0 is a missing value: empty, null or NaN. Id 1 is a category that occurs less than
+    `min_count` times in the training data, or not at all. The others have ids from 2, the most
+    frequent one first. Equally frequent ones are in the order of their UTF-8 bytes.
 
-    A column that is like another one has the same categories, ids and table: the item that is
-    shown, and the list of items that the user has had. Categories are then counted in both
-    columns together.
+    A column that is like another one shares its categories, ids and table, for example the
+    list of items that the user has had and the item that is shown. Categories are then
+    counted over both columns.
 
     >>> item, seen = VocabularyColumn(min_count=2), VocabularyColumn(like="item")
     >>> schema = ClickSchema("click", ids={"item": item, "seen": seen})
@@ -99,11 +99,11 @@ class VocabularyColumn:
     [2, 1, 3, 2]
 
     Attributes:
-      min_count: how often a category must occur to have an id of its own.
-      like: the name of a `VocabularyColumn` with the same categories, which says `min_count`
-        for both. Any number of columns can be like one.
-      fixed: the category of all examples but those that are trained on, such as a position on a
-        page. Only training then reads the column.
+      min_count: number of times that a category must occur to get an id of its own.
+      like: name of a `VocabularyColumn` whose categories this column shares, and whose
+        `min_count` counts. Several columns can be like one.
+      fixed: category that the column has outside training, such as a position on a page. Then
+        only training reads the column.
     """
 
     min_count: int = 1
@@ -121,17 +121,17 @@ class VocabularyColumn:
 
 @dataclasses.dataclass(frozen=True)
 class KeyColumn:
-    """A column of categories that are ids of 64 bits, for a dynamic table.
+    """The type of a column of categories with 64-bit ids, for a dynamic table.
 
     >>> schema = ClickSchema("click", ids={"user": KeyColumn()})
     >>> clicks = read_clicks([{"click": 1, "user": "7"}, {"click": 0, "user": "ann"}], schema)
     >>> clicks.ids["user"].tolist()
     [7, 811139115053772478]
 
-    An integer from 0 to 2^64 - 1 is its own id, also where the file has it as text. Any other
+    An integer from 0 to 2^64 - 1 is its own id, also if the file has it as text. Any other
     category has the id XXH64(UTF-8 bytes, seed 0), on every machine and in every version. A
-    missing value has the id of the empty text. Each example has one id: there are no
-    lists.
+    missing value has the id of the empty text. Each example has one id; lists are not
+    allowed.
     """
 
 
@@ -144,14 +144,13 @@ Loss = Literal["binary", "log_loss", "squared", "quantile"]
 
 @dataclasses.dataclass(frozen=True)
 class LabelColumn:
-    """One of several labels: a column that a model predicts. Empty cells are missing labels.
+    """The type of one of several labels. Empty cells are missing labels.
 
     ::
-
-        "binary"      0 or 1, with the log loss; predicted is the probability of 1
-        "log_loss"    a number from 0 to 1, with the log loss; predicted is its mean
-        "squared"     any number, with the squared error; predicted is its mean
-        "quantile"    any number, with the loss max(q d, (q - 1) d) of d = label - prediction
+        "binary"      0 or 1, with the log loss; the prediction is the probability of 1
+        "log_loss"    a number from 0 to 1, with the log loss; the prediction is its mean
+        "squared"     any number, with the squared error; the prediction is its mean
+        "quantile"    any number, with the loss max(q d, (q - 1) d), d = label - prediction
 
     >>> labels = {"click": LabelColumn(), "buy": LabelColumn(weight=5.0, after="click")}
     >>> schema = ClickSchema(labels=labels, ids={"item": HashedColumn(100)})
@@ -160,17 +159,17 @@ class LabelColumn:
     >>> read_clicks(rows, schema).labels.tolist()
     [[1.0, nan], [0.0, 0.0]]
 
-    A missing label counts in no loss and in no metric. In files it is 0 where the label that it
-    comes after is 0.
+    A missing label counts in no loss and in no metric. In files, a missing label becomes 0 if
+    the label in `after` is 0.
 
     Attributes:
-      loss: the loss, and so which labels there are.
-      quantile: the quantile q of the loss "quantile", between 0 and 1.
-      weight: the factor of this label's loss; or the name of a column with a factor for each
+      loss: name of the loss, which decides the values that a label may have.
+      quantile: quantile q of the loss "quantile", between 0 and 1.
+      weight: factor of this label's loss; or the name of a column with a factor for each
         example.
-      after: an earlier label without which this one is never 1, as no item is bought that was
-        not clicked. The model then learns the probability of this label among examples with
-        the earlier one, and multiplies both, see `ESMM` (Ma et al. 2018).
+      after: name of an earlier label without which this one is never 1: an item that was not
+        clicked cannot be bought. The model then learns the probability of this label among
+        examples with the earlier one, and multiplies both; see `ESMM` (Ma et al. 2018).
     """
 
     loss: Loss = "binary"
@@ -194,13 +193,13 @@ class LabelColumn:
 
     @property
     def is_probability(self) -> bool:
-        """Whether a prediction is the sigmoid of the model's score, rather than the score."""
+        """Whether a prediction is the sigmoid of the model's score, not the score itself."""
         return self.loss in ("binary", "log_loss")
 
 
 @dataclasses.dataclass(frozen=True)
 class ClickSchema:
-    """The columns of a file of clicks.
+    """The columns of a file of clicks, with their roles and types.
 
     >>> schema = ClickSchema(
     ...     "click",
@@ -213,27 +212,28 @@ class ClickSchema:
     Columns of the file that the schema does not name are not read.
 
     Attributes:
-      label: the column with 1 for a click and 0 for none; of several labels the first.
-      dense: columns of numbers, in the order in which the model gets them.
+      label: name of the column with 1 for a click and 0 for none; with several labels, the
+        name of the first one.
+      dense: columns of numbers, in the order of the model's input.
       ids: columns of categories: the features of an `EmbeddingCollection`.
-      columns: for a text file without a header, the names of all its columns in order.
-      delimiter: for a text file, the text between columns; by default a TAB if the
-        first line has one, else a comma.
-      time: the column of times, for `ClickDataset.split_at`. Models do not read it.
-      weight: the column of the examples' weights, 0 or more, by which `fit` multiplies their
-        losses. Only examples with labels need it.
+      columns: names of all columns in order, for a text file without a header.
+      delimiter: text between columns of a text file; by default a TAB if the first line has
+        one, else a comma.
+      time: name of the column of times, for `ClickDataset.split_at`. Models do not read it.
+      weight: name of the column of the examples' weights, 0 or more, by which `fit`
+        multiplies their losses. Only examples with labels need it.
       labels: several labels, in place of `label`: names of columns with 0 and 1, or a
         `LabelColumn` for each name. Then a data set's labels are `[n, labels]`.
-      propensity: the column with the probability that an example was looked at, above 0 and at
-        most 1. `fit` divides labels with 0 and 1 by it: a click that had the probability p to
-        be seen stands for 1 / p clicks. Nothing else reads it.
-      least_propensity: smaller propensities count as this one; it is above 0 and at most 1, and
-        goes with `propensity`.
+      propensity: name of the column with the probability that an example was looked at, above
+        0 and at most 1. `fit` divides labels with 0 and 1 by it: a click on an example that
+        was seen with the probability p stands for 1 / p clicks. Only training reads it.
+      least_propensity: lower bound, above 0 and at most 1, to which smaller propensities are
+        raised. It must be given with `propensity`.
 
     Raises:
-      ValueError: a column has two roles, or is not among `columns`; there is nothing but
+      ValueError: a column has two roles, or is not among `columns`; there are no columns but
         labels, or no label.
-      TypeError: a column is of no known kind.
+      TypeError: a column has an unknown type.
     """
 
     kind: ClassVar[str] = "clicks"
@@ -270,7 +270,7 @@ class ClickSchema:
     def criteo(
         cls, ids: IdColumn | Mapping[str, IdColumn] = VocabularyColumn(min_count=10)
     ) -> ClickSchema:
-        """Criteo's TSV: label, 13 numbers I1 to I13, and 26 categories C1 to C26.
+        """The schema of Criteo's TSV: label, numbers I1 to I13, and categories C1 to C26.
 
         >>> ClickSchema.criteo(HashedColumn(100_000)).columns[:3]
         ('label', 'I1', 'I2')
@@ -278,7 +278,7 @@ class ClickSchema:
         Numbers are counts: `log1p`, and 0 if they are missing.
 
         Args:
-          ids: how categories get ids: for all columns, or for each by name.
+          ids: type of all columns of categories, or of each by name.
         """
         numbers_ = [f"I{i}" for i in range(1, 14)]
         names = [f"C{i}" for i in range(1, 27)]
@@ -290,7 +290,7 @@ class ClickSchema:
         )
 
     def _set_labels(self) -> None:
-        """Checks the labels. A single one with the log loss is no other than `label`."""
+        """Checks the labels. A single `LabelColumn` with default values becomes `label`."""
         given = self.labels
         if not isinstance(given, Mapping):
             if isinstance(given, str) or len(set(given)) < len(given):
@@ -350,38 +350,38 @@ class ClickSchema:
 
     @property
     def is_plain(self) -> bool:
-        """Whether training lowers the log loss of one label on the examples as they are."""
+        """Whether there is one label with the log loss, without weights or fixed columns."""
         others = self.several, self.weight, self.propensity, self.fixed
         return not any(others)
 
     @property
     def label_weights(self) -> list[str]:
-        """The columns of weights that single labels have."""
+        """The names of the columns with weights for single labels."""
         weights = (column.weight for column in self.several.values())
         return list(dict.fromkeys(w for w in weights if isinstance(w, str)))
 
     @property
     def inputs(self) -> list[str]:
-        """The columns that a model is shown: dense, ids."""
+        """The names of the columns that a model reads: first dense, then ids."""
         return [*self.dense, *self.ids]
 
     @property
     def targets(self) -> list[str]:
-        """The columns that no model is shown: labels, weights, propensities."""
+        """The names of the columns that no model reads: labels, weights, propensities."""
         labels = list(self.several) or [self.label]
         beside = [n for n in (self.weight, self.propensity) if n is not None]
         return [*labels, *beside, *self.label_weights]
 
     @property
     def fixed(self) -> dict[str, float | str]:
-        """The columns that only training reads, and the value that all other examples have."""
+        """The columns that only training reads, each with its fixed value outside training."""
         columns = {**self.dense, **self.ids}
         values = {name: getattr(c, "fixed", None) for name, c in columns.items()}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def used(self) -> list[str]:
-        """The columns that are read: label, weight, dense, ids."""
+        """The names of all columns to read: first `targets`, then `inputs`."""
         return [*self.targets, *self.inputs]
 
     def to_json(self) -> dict[str, Any]:
@@ -403,14 +403,14 @@ class ClickSchema:
         """Reads a schema from the document that `to_json` made.
 
         Raises:
-          ValueError: it is not such an object.
+          ValueError: the document has another form.
         """
         label = "not a schema of clicks"
         return codec.read(cls, with_columns_read(document, label), label)
 
 
 def labels_document(labels: Mapping[str, LabelColumn]) -> dict[str, Any]:
-    """The entry of the labels in the JSON object of a schema, if there are any."""
+    """The labels as an entry for the JSON object of a schema; empty if there are none."""
     columns = {n: codec.document(c, skip_defaults=True) for n, c in labels.items()}
     return {"labels": columns} if columns else {}
 
@@ -418,7 +418,7 @@ def labels_document(labels: Mapping[str, LabelColumn]) -> dict[str, Any]:
 def check_columns(
     dense: Mapping[str, DenseColumn], ids: Mapping[str, IdColumn]
 ) -> None:
-    """Raises TypeError or ValueError unless these can be columns of one schema."""
+    """Raises TypeError or ValueError unless these can be the columns of one schema."""
     for what, given, kinds in (
         ("dense", dense, (DenseColumn,)),
         ("ids", ids, tuple(_KINDS.values())),
@@ -435,7 +435,7 @@ def check_columns(
 
 
 def _check_like(name: str, like: str, ids: Mapping[str, IdColumn]) -> None:
-    """Raises ValueError unless a column can have the categories of another one."""
+    """Raises ValueError unless a column can share the categories of the column `like`."""
     other = ids.get(like)
     if other is None:
         raise ValueError(
@@ -466,7 +466,7 @@ def columns_document(schema: HasColumns) -> dict[str, Any]:
 
 
 def _document(column: IdColumn | DenseColumn) -> dict[str, Any]:
-    """The JSON object of a column."""
+    """The JSON object of a column; unset `like` and `fixed` are left out."""
     found = codec.document(column)
     for name in ("like", "fixed"):
         if found.get(name, "") is None:
@@ -475,14 +475,14 @@ def _document(column: IdColumn | DenseColumn) -> dict[str, Any]:
 
 
 def with_columns_read(document: codec.Json, label: str) -> dict[str, Any]:
-    """The JSON object of a schema, with columns of categories and labels as dataclasses.
+    """Converts the columns of categories and the labels in a schema's JSON to dataclasses.
 
     Args:
-      document: the object. Labels may be names alone.
+      document: JSON object of the schema. Labels may be names only.
       label: begin of the message of an error.
 
     Raises:
-      ValueError: it is not such an object.
+      ValueError: the document has another form.
     """
     found = dict(codec.value(dict[str, Any], document, label))
     ids = codec.value(dict[str, Any], found.get("ids"), label, "ids")
@@ -497,18 +497,18 @@ def with_columns_read(document: codec.Json, label: str) -> dict[str, Any]:
 
 
 def without_time(schema: ClickSchema) -> ClickSchema:
-    """The columns that a model reads."""
+    """The schema without the column of times, which models do not read."""
     return dataclasses.replace(schema, time=None)
 
 
 def with_columns(
     schema: ClickSchema, names: Collection[str]
 ) -> tuple[ClickSchema | None, dict[str, str]]:
-    """A schema of some columns alone; None of no columns.
+    """A schema with some of the columns; None if it would have no columns.
 
     Returns:
-      The schema, and for each of its vocabularies the column of the old schema that has it:
-      a column can be like one that is left out.
+      The schema, and for each of its vocabularies, by column, the column of the old schema
+      that owns it: the owner may be left out while a column like it remains.
     """
     owners, own = vocabulary_columns(schema), {}
     ids: dict[str, IdColumn] = {}
@@ -553,7 +553,7 @@ class HasColumns(Protocol):
 
 
 def vocabulary_columns(schema: HasColumns) -> dict[str, str]:
-    """For each `VocabularyColumn` the column whose vocabulary it has: itself, or the one it is like."""
+    """The column whose vocabulary each `VocabularyColumn` uses: itself, or the one in `like`."""
     return {
         name: column.like or name
         for name, column in schema.ids.items()
@@ -562,7 +562,7 @@ def vocabulary_columns(schema: HasColumns) -> dict[str, str]:
 
 
 def vocabularies_of(schema: HasColumns) -> dict[str, VocabularyColumn]:
-    """The columns that have a vocabulary of their own."""
+    """The columns that own a vocabulary, which are like no other column."""
     return {
         name: column
         for name, column in schema.ids.items()
@@ -573,12 +573,12 @@ def vocabularies_of(schema: HasColumns) -> dict[str, VocabularyColumn]:
 def vocabulary_of(
     schema: HasColumns, name: str, vocabularies: Mapping[str, Names] | None
 ) -> Names | None:
-    """The vocabulary of a column; None if it has none, or if there are none yet."""
+    """The vocabulary of a column; None if the column has none, or if `vocabularies` is None."""
     return (vocabularies or {}).get(vocabulary_columns(schema).get(name, name))
 
 
 def num_ids(schema: HasColumns, vocabularies: Mapping[str, Names]) -> dict[str, int]:
-    """Number of ids of each feature."""
+    """The number of ids of each feature, by name."""
     columns = vocabulary_columns(schema)
 
     def of(name: str, column: IdColumn) -> int:
@@ -594,7 +594,7 @@ def num_ids(schema: HasColumns, vocabularies: Mapping[str, Names]) -> dict[str, 
 def features_of(
     schema: HasColumns, vocabularies: Mapping[str, Names]
 ) -> dict[str, int | str]:
-    """Number of ids of each feature, or the name of the one that it is like."""
+    """For each feature its number of ids, or the name of the feature whose table it shares."""
     columns = vocabulary_columns(schema)
     return {
         name: size if columns.get(name, name) == name else columns[name]

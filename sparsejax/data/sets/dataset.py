@@ -1,4 +1,4 @@
-"""A data set: a sparse matrix, and the names of its rows and features."""
+"""A data set of items: a sparse matrix, and the names of its rows and features."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sparsejax.data.sets.split import (
 from sparsejax.data.sets.splits import Split, split_by_share, split_entries
 from sparsejax.sparse import CSR, as_int32
 
-# Columns of entries that a data set has beside its matrix, if times are known.
+# Columns of entries, besides indices and values, that a data set with times has.
 _EVENTS = ("times", "order", "first_times")
 
 
@@ -51,32 +51,31 @@ class SparseDataset(NamedRows):
                  [ . . . ]     "bob"
                  [ . 1 . ]     "eve"
 
-    Wherever two data sets meet, rows and features are matched by their names, never by
-    position. Names are unique text, in arrays of NumPy's `StringDType`:
-    `feature_names[ids]` has the names for an array of ids, and `feature_names[i]` is a
-    `str`.
+    When two data sets are combined, rows and features are matched by their names, never by
+    position. Names are unique text, in arrays of NumPy's `StringDType`: `feature_names[ids]`
+    has the names for an array of ids, and `feature_names[i]` is a `str`.
 
     Attributes:
-      matrix: `[rows, features]`, NumPy leaves, no padding; `matrix.data` is None
+      matrix: `[rows, features]` CSR with NumPy leaves, without padding; `matrix.data` is None
         (indicator: every entry is 1) or float32. In a row, indices ascend and are
         unique.
-      row_names: `[rows]` text.
-      feature_names: `[features]` text.
-      left_out: `[rows]` int32, how many entries of each row were left out because
+      row_names: `[rows]` names of the rows.
+      feature_names: `[features]` names of the features.
+      left_out: `[rows]` int32 number of entries that were left out of each row because
         `feature_names` lacks their features (see `align_features`). None if there are no
         such entries. `evaluate` counts such entries of held-out data as missed.
-      times: `[entries]` the time of the latest event of each entry, in the order of
-        `matrix.indices`: int64, float64 or datetime64[us] (in UTC if the source has a
+      times: `[entries]` time of the latest event of each entry, in the order of
+        `matrix.indices`: int64, float64 or datetime64[us] (in UTC if the source has a time
         zone). None if times were not read.
-      order: `[entries]` int64, the position of that event in its file, which decides
-        between equal times. None if `times` is None.
-      columns: the columns of the table that this was read from, and the role of each.
-        None if it was not read from a table.
-      first_times: `[entries]` the time of the earliest event of each entry; None if each
-        has one event. `split_at` tells by it which entries have events on both sides.
+      order: `[entries]` int64 position in the file of each entry's latest event, which
+        decides between equal times. None if `times` is None.
+      columns: columns of the table from which the data set was read, by role. None if it
+        was not read from a table.
+      first_times: `[entries]` time of the earliest event of each entry; None if each entry
+        has one event. `split_at` uses it to find entries with events on both sides.
 
     Raises:
-      ValueError: the sizes do not agree, a name or an index occurs twice, a time is not
+      ValueError: sizes do not match, a name or an index occurs twice, a time is not
         finite, or only one of `times` and `order` is given.
     """
 
@@ -108,7 +107,7 @@ class SparseDataset(NamedRows):
         _check_times(self.times, self.order, self.num_entries)
         first = self.first_times
         if first is not None:
-            if self.times is None:  # they were left out
+            if self.times is None:  # a caller has removed the times
                 object.__setattr__(self, "first_times", None)
             elif first.shape != self.times.shape or (first > self.times).any():
                 raise ValueError(
@@ -117,7 +116,7 @@ class SparseDataset(NamedRows):
 
     @property
     def num_examples(self) -> int:
-        """Number of rows that a model can learn from: all."""
+        """Number of rows that a model can learn from, which are all rows."""
         return self.num_rows
 
     @classmethod
@@ -128,15 +127,15 @@ class SparseDataset(NamedRows):
         row_names: Iterable[object] | None = None,
         feature_names: Iterable[object] | None = None,
     ) -> SparseDataset:
-        """Takes any SciPy sparse matrix or array, `[rows, features]`.
+        """Makes a data set from any SciPy sparse matrix or array, `[rows, features]`.
 
         Columns keep their numbers. Duplicates are summed, and stored zeros stay entries.
         A boolean matrix becomes an indicator; other values become float32. Names are
         decimal numbers by default, and given ones are spelled as `from_arrow` spells them.
 
-        Warns if entries are spread unevenly over the columns. This is so if 4 or 8 devices
-        have a contiguous part each, one of them would hold more than 1.3 times its share,
-        and `vocabulary_order` would reduce that.
+        A warning is given if entries are spread unevenly over the columns: if 4 or 8 devices
+        have a contiguous range of columns each, one of them would hold more than 1.3 times
+        the mean number of entries, and `vocabulary_order` would reduce that.
 
         Raises:
           TypeError: `matrix` is not SciPy sparse.
@@ -162,7 +161,7 @@ class SparseDataset(NamedRows):
         return self.matrix.to_scipy()
 
     def without_values(self) -> SparseDataset:
-        """The same entries as an indicator data set. Entries of value 0 stay entries."""
+        """A copy with the same entries as an indicator data set; entries of value 0 remain."""
         return dataclasses.replace(
             self, matrix=dataclasses.replace(self.matrix, data=None)
         )
@@ -172,10 +171,10 @@ class SparseDataset(NamedRows):
 
         From a row of n entries, `(1 - fraction) n` are held out, rounded half up, but one
         entry always stays in train. Both parts have all rows and features of this data
-        set. The part of an entry depends on the seed, on the name of its row and on the
-        names of the row's features. It does not depend on the order of rows or columns,
-        nor on other rows. Entries that were left out before (`left_out`) are in neither
-        part: split first, then align.
+        set. The part of an entry depends on the seed, the name of its row and the names of
+        the row's features only. It depends neither on the order of rows or columns nor on
+        other rows. Entries that were left out before (`left_out`) are in neither part: split
+        first, then align.
 
         Args:
           fraction: share of the entries to train on, in (0, 1).
@@ -203,7 +202,8 @@ class SparseDataset(NamedRows):
         counts as later. Both parts have all rows and features of this data set.
 
         An entry whose row has the feature several times is held out as a whole, at the
-        time of its latest event, with a warning. `SequenceDataset.split_last` knows each.
+        time of its latest event, with a warning. `SequenceDataset.split_last` splits single
+        events.
 
         Args:
           n: number of entries to hold out from each row.
@@ -226,12 +226,12 @@ class SparseDataset(NamedRows):
         fraction: float | None = None,
         repeats: Repeats = "new",
     ) -> Split[SparseDataset]:
-        """Holds out all events from a point in time on: `(train, heldout)`.
+        """Holds out all events at or after a point in time: `(train, heldout)`.
 
-        So a model is measured as it will be used: on entries that it could not have seen.
-        Rows and features that appear later have no entry in train; the result counts them.
-        Both parts have all rows and features of this data set. Each part has the entries of
-        its own events. So all that was known at that time is in train.
+        So a model is evaluated as it will be used: on later entries. Rows and features that
+        appear later have no entry in train; the result counts them. Both parts have all rows
+        and features of this data set. The events of an entry are divided between the parts,
+        so that train has everything that was known at that time.
 
         >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
         >>> frame = pandas.DataFrame(table | {"time": [1, 5, 7]})
@@ -239,20 +239,20 @@ class SparseDataset(NamedRows):
         held out 2 of 3 entries (66.7%), in 2 rows; new rows: 1, new features: 1
 
         Args:
-          time: events at or after it are held out. If times are numbers, it is a number.
-            If they are dates, it is a datetime, a date or text of ISO 8601, in UTC unless
+          time: time of the split; events at or after it are held out. It is a number if times
+            are numbers. For dates it is a datetime, a date or text of ISO 8601, in UTC unless
             it has a time zone.
           fraction: share of the entries to train on, in place of `time`, in (0, 1), by their
-            latest events. Entries of the same time stay together, and repeats are in train,
-            too, so the share may differ.
-          repeats: how a row's feature counts that has events on both sides. "new": it is in
-            train, and only features that a row did not have before are held out; the
+            latest events. Entries with equal times stay together, and repeats are also in
+            train, so the share may differ.
+          repeats: treatment of a row's feature that has events on both sides. "new": it is
+            only in train; features that the row did not have before are held out, and the
             result counts the others. "all": it is in both parts.
 
         Raises:
           ValueError: there are no times, `time` is of another kind, or one part would be
-            empty. Or entries with events on both sides have values, which were added over
-            both.
+            empty. Or entries with events on both sides have values, which were summed over
+            both sides.
         """
         check_repeats(repeats)
         times, _ = self._known_times()
@@ -271,7 +271,7 @@ class SparseDataset(NamedRows):
             )
         parts = split_entries(self, is_held, "", stays)
         left_out = int((both & ~is_held).sum())
-        # Only one of several events on one side is known, so that it gives the time.
+        # If a side has several of an entry's events, only one time is known, which is used.
         known = np.where(both, first, times)
         return Split(
             dataclasses.replace(
@@ -286,10 +286,10 @@ class SparseDataset(NamedRows):
         )
 
     def match_rows(self, other: SparseDataset) -> tuple[SparseDataset, SparseDataset]:
-        """The rows that both data sets have, by name, in this one's order.
+        """Selects the rows that both data sets have, by name, in the order of this one.
 
         Returns:
-          `(self part, other part)`: row `i` of one has the name of row `i` of the other.
+          `(self part, other part)`: row `i` of both parts has the same name.
 
         Raises:
           ValueError: no name occurs in both.
@@ -305,12 +305,12 @@ class SparseDataset(NamedRows):
         return self._rows(rows), other._rows(found[rows])
 
     def merge(self, *others: SparseDataset) -> SparseDataset:
-        """The rows of all these data sets: joins several histories to one.
+        """Joins the rows of all these data sets, and merges rows with equal names.
 
-        `read` gives such a result for one file with the lines of all of them. Rows of the
-        same name become one, in order of first appearance. A (row, feature) that several
-        data sets have becomes one entry. Its value is the sum of their values; if only
-        some data sets have values, the entries of the others count 1.
+        The result equals that of `read` for one file with the lines of all of them. Rows are
+        in order of first appearance. A (row, feature) that several data sets have becomes one
+        entry. Its value is the sum of their values; if only some data sets have values, the
+        entries of the others count 1.
 
         Times are kept if all data sets have times of one type; otherwise the result has
         no times. The time of an entry is the latest one; of equally late ones the last
@@ -392,17 +392,16 @@ class SparseDataset(NamedRows):
 def _merged(
     rows: np.ndarray, columns: Leaves, shape: tuple[int, int]
 ) -> tuple[CSR, dict[str, Any]]:
-    """Several entries of a (row, feature) become one, with the sum of their values.
+    """Merges several entries of a (row, feature) into one, with the sum of their values.
 
     Args:
-      rows: `[entries]` the row of each.
-      columns: columns of the entries, see `Entries`.
+      rows: `[entries]` row of each entry.
+      columns: columns of the entries; see `Entries`.
       shape: shape of the matrix.
 
     Returns:
-      The matrix, and the columns of the entries, from the latest event of each. Of equally
-      late events the last one counts.
-      late ones it is the last in the order of events.
+      The matrix, and the columns of times, from the latest event of each entry. If several
+      events are equally late, the last one in `order` counts.
     """
     features = columns["indices"]
     values = columns.get("values", np.ones(len(features), bool))
@@ -423,14 +422,14 @@ def _merged(
 def latest_events(
     rows: np.ndarray, columns: np.ndarray, times: np.ndarray
 ) -> np.ndarray:
-    """`[entries]` int64: the position of each (row, column)'s latest event, in order.
+    """The positions of the latest event of each (row, column), `[entries]` int64, in order.
 
-    If several events are equally late, it is the last one.
+    If several events are equally late, the last one counts.
 
     Args:
-      rows: `[events]`.
-      columns: `[events]`.
-      times: `[events]`.
+      rows: `[events]` row of each event.
+      columns: `[events]` column of each event.
+      times: `[events]` time of each event.
     """
     return events_of_pairs(rows, columns, times)[0]
 
@@ -438,9 +437,9 @@ def latest_events(
 def events_of_pairs(
     rows: np.ndarray, columns: np.ndarray, times: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The `latest_events`, and `[entries]` the earliest time of each (row, column).
+    """The `latest_events`, and the `[entries]` earliest time of each (row, column).
 
-    It is None if no (row, column) has several events.
+    The second result is None if no (row, column) has several events.
     """
     order = np.lexsort((times, columns, rows))  # stable: equal times keep their order
     rows, columns = rows[order], columns[order]
@@ -453,10 +452,10 @@ def events_of_pairs(
 
 
 def _comparable(parts: Sequence[Entries]) -> list[Entries]:
-    """The entries of several data sets with the same columns, as if one followed the other.
+    """Gives the entries of several data sets equal columns, so that they can be joined.
 
-    If only some have values, the entries of the others count 1. There are times if all have
-    times of one type.
+    If only some have values, the entries of the others count 1. The result has times if all
+    have times of one type.
     """
     have = [set(part.columns) for part in parts]
     types = {part.columns["times"].dtype for part in parts if "times" in part.columns}
@@ -479,7 +478,7 @@ def _comparable(parts: Sequence[Entries]) -> list[Entries]:
 
 
 def _host(matrix: CSR) -> CSR:
-    """The matrix with NumPy leaves, float32 values and no padding.
+    """Converts a matrix to NumPy leaves and float32 values, without padding.
 
     Raises:
       ValueError: a row has a column twice.
@@ -489,7 +488,7 @@ def _host(matrix: CSR) -> CSR:
     indices = as_int32("indices", np.asarray(matrix.indices)[:count])
     data = None
     if matrix.data is not None:
-        # Too large a value becomes inf, and CSR reports its place.
+        # Too large a value becomes infinite, for which CSR raises an error with its place.
         with np.errstate(over="ignore"):
             data = np.asarray(matrix.data)[:count].astype(np.float32, copy=False)
     host = CSR(data, indices, indptr, num_cols=matrix.num_cols)
@@ -508,7 +507,7 @@ def _host(matrix: CSR) -> CSR:
 def _check_times(
     times: np.ndarray | None, order: np.ndarray | None, count: int
 ) -> None:
-    """Raises ValueError unless both are right for `count` entries, or both are None."""
+    """Raises ValueError unless times and order are valid for `count` entries, or both None."""
     if times is None and order is None:
         return
     if times is None or order is None:

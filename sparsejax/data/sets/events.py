@@ -1,4 +1,4 @@
-"""The columns of the events of histories: one value, or a few, for each entry."""
+"""Columns of the events in histories: one value, or a list of categories, for each event."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from sparsejax.data.sets.click_schema import (
 )
 from sparsejax.data.sets.event_schema import EventSchema
 
-# A list of categories has a place in each event, so a long one makes all events large.
+# Longest list of categories. All events have room for the longest one, which takes memory.
 _MOST_CATEGORIES = 64
-_PADDING = -1  # behind the last category of a list
+_PADDING = -1  # fills lists after the last category
 _LABEL = "columns of events"
 
 
@@ -52,14 +52,14 @@ class Events:
 
     Attributes:
       schema: types of the columns.
-      vocabularies: the categories of each `VocabularyColumn`, from id 2 on; id 0 is a missing
-        value, and id 1 a rare or unknown category.
-      columns: for each column of `schema.dense` `[entries]` float32, NaN where a label is
-        missing; for each of `schema.ids` `[entries]` int32, or `[entries, most]` where events
-        have lists of categories: in a row the categories of the event, then -1.
+      vocabularies: categories of each `VocabularyColumn`, which have the ids from 2 on; id 0
+        is a missing value, and id 1 a rare or unknown category.
+      columns: arrays by the name of the column. Columns of `schema.dense` are `[entries]`
+        float32, NaN where a label is missing. Columns of `schema.ids` are `[entries]` int32,
+        or `[entries, most]` if events have lists of categories, padded with -1.
 
     Raises:
-      ValueError: columns or vocabularies do not fit the schema, or differ in their lengths.
+      ValueError: columns or vocabularies do not match the schema, or differ in their lengths.
     """
 
     schema: EventSchema
@@ -94,7 +94,7 @@ class Events:
     def _check_numbers(self, name: str, numbers: np.ndarray) -> None:
         label = self.schema.several.get(name)
         if label is not None and self.schema.dense[name].missing is not None:
-            numbers = numbers[~np.isnan(numbers)]  # these are missing
+            numbers = numbers[~np.isnan(numbers)]  # NaN is a missing label
         if not np.isfinite(numbers).all():
             raise ValueError(f"column {name!r} has a number that is not finite")
         if label is None or not label.is_probability:
@@ -128,31 +128,31 @@ class Events:
 
     @property
     def num_ids(self) -> dict[str, int]:
-        """Number of ids of each column of categories."""
+        """Number of ids of each column of categories, by name."""
         return num_ids(self.schema, self.vocabularies)
 
     @property
     def lists(self) -> dict[str, int]:
-        """The most categories that an event has, of columns with lists."""
+        """For each column with lists, the largest number of categories in an event."""
         return {n: c.shape[1] for n, c in self.columns.items() if c.ndim == 2}
 
     @property
     def num_unknown(self) -> dict[str, int]:
-        """For each column the number of events with an unknown or rare category, if any."""
+        """Number of events with an unknown or rare category, for columns that have some."""
         found = {n: self.columns[n] == RARE for n in vocabulary_columns(self.schema)}
         events = {n: x if x.ndim == 1 else x.any(axis=1) for n, x in found.items()}
         return {name: int(x.sum()) for name, x in events.items() if x.any()}
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of events that the training data has, the most frequent one first."""
+        """The kinds of events in the training data, the most frequent one first."""
         return [] if self.schema.kind is None else self._kinds.tolist()
 
     def are_of(self, *kinds: str) -> np.ndarray:
-        """`[entries]` bool: whether an event is of one of some kinds.
+        """`[entries]` bool: whether an event has one of the given kinds.
 
         Raises:
-          ValueError: events have no kinds, or no event of the training data is of one.
+          ValueError: events have no kinds, or a kind does not occur in the training data.
         """
         if self.schema.kind is None:
             raise ValueError(
@@ -175,19 +175,20 @@ class Events:
         return self.vocabularies[self.schema.kind]
 
     def context_of(self, records: Any, rows: int) -> dict[str, np.ndarray]:
-        """The columns that are known of the event to come, of some histories.
+        """The context columns of the next event of each history, as arrays by name.
 
         Args:
-          records: a table or frame with a row for each history; or a list of dicts, one a
-            history; or a dict of lists or arrays, in which one value may stand for all
-            histories. A column that dicts lack is missing.
+          records: a table or frame with a row for each history; or a list with a dict for each
+            history; or a dict of lists or arrays, in which a single value counts for all
+            histories. A column that dicts lack has missing values.
           rows: number of histories.
 
         Raises:
-          DataError: a column cannot have such a cell, or columns differ in their lengths.
-          ValueError: no columns are known of an event to come, or not these; or it has another
-            number of rows.
-          TypeError: it is no table.
+          DataError: a cell has a value that its column does not allow, or columns have
+            different lengths.
+          ValueError: the schema has no context, a column is no context, or the number of rows
+            differs.
+          TypeError: `records` is no table.
         """
         names = self.schema.context
         if not names:
@@ -200,18 +201,20 @@ class Events:
     def users_of(
         self, given: Mapping[str, Any], rows: int, known: Events | None
     ) -> dict[str, np.ndarray]:
-        """The columns of the users of some histories.
+        """The columns of the users of some histories, as arrays by name.
 
         Args:
-          given: cells of some of the columns, by name. If there are some, those of others are
-            missing.
+          given: cells of columns, by name. If some columns are given and `known` is None, the
+            cells of all others are missing.
           rows: number of histories.
-          known: columns of these users, of which `given` replaces some; None if nothing is known.
+          known: columns of these users, of which `given` replaces some; None if the users are
+            unknown.
 
         Raises:
-          DataError: a column cannot have such a cell, or columns differ in their lengths.
-          ValueError: there is another number of rows; or nothing is known of a user, and a
-            column does not say which number a missing one is.
+          DataError: a cell has a value that its column does not allow, or columns have
+            different lengths.
+          ValueError: the number of rows differs; or a user is unknown, and a column of numbers
+            has no value for missing ones.
         """
         found = {} if known is None else dict(known.columns)
         if known is None and not given:
@@ -225,7 +228,7 @@ class Events:
         self, what: str, records: Any, rows: int, names: Sequence[str]
     ) -> dict[str, np.ndarray]:
         if isinstance(records, list | tuple):
-            # An empty dict is a row, too.
+            # Without the first column, empty dicts would give no rows.
             records = {names[0]: [None] * len(records)} | record_columns(records)
         if isinstance(records, Mapping):
             if unknown := [name for name in records if name not in names]:
@@ -241,10 +244,10 @@ class Events:
         return self.read(cells, names)
 
     def read(self, cells: Cells, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Some columns, from cells; categories have the ids that they have here.
+        """Reads columns from cells; categories get the ids of these vocabularies.
 
         Raises:
-          DataError: a column cannot have such a cell.
+          DataError: a cell has a value that its column does not allow.
         """
         dense = {n: self.schema.dense[n] for n in names if n in self.schema.dense}
         numbers = dense_of(cells, dense, self.schema.several)
@@ -260,10 +263,10 @@ class Events:
         return EventReader(self)
 
     def with_room(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Columns of some events, whose lists have as many places as these.
+        """Pads the lists in columns of other events to the width of the lists here.
 
         Raises:
-          ValueError: a list is longer.
+          ValueError: a list is longer than the lists here.
         """
         lists = self.lists
         return {
@@ -271,18 +274,18 @@ class Events:
         }
 
     def with_columns(self, columns: Mapping[str, np.ndarray]) -> Events:
-        """Columns of other events, of the same schema."""
+        """Makes events with this schema and these vocabularies from other columns."""
         return dataclasses.replace(self, columns=columns)
 
     def taken(self, at: np.ndarray) -> Events:
-        """Some of the events, by their places."""
+        """Selects events by their positions."""
         return self.with_columns(taken(self.columns, at))
 
     def rows(self, at: np.ndarray) -> Events:
-        """Columns of users, by the places of these; -1 is a user of whom nothing is known.
+        """Selects users by their positions; -1 is an unknown user, with missing values.
 
         Raises:
-          ValueError: there is such a user, and a column of numbers has none for missing values.
+          ValueError: a user is unknown, and a column of numbers has no value for missing ones.
         """
         unknown, columns = at < 0, {}
         for name, column in self.columns.items():
@@ -306,7 +309,7 @@ class Events:
         return self.with_columns(columns)
 
     def joined(self, others: Events) -> Events:
-        """These events, then others of the same schema."""
+        """Concatenates these events and others with an equal schema."""
         columns = {}
         for name, column in self.columns.items():
             parts = [column, others[name]]
@@ -317,14 +320,14 @@ class Events:
         return self.with_columns(columns)
 
     def has_ids_of(self, other: Events) -> bool:
-        """Whether both have the same columns, and categories the same ids."""
+        """Whether both have equal columns and equal ids for all categories."""
         return self.schema == other.schema and all(
             np.array_equal(names, other.vocabularies[name])
             for name, names in self.vocabularies.items()
         )
 
     def check_like(self, other: Events, what: str) -> None:
-        """Raises ValueError unless `other`, data named `what`, has these ids and columns."""
+        """Raises ValueError unless `other`, data named `what`, has equal columns and ids."""
         if not self.has_ids_of(other):
             raise ValueError(
                 f"{what} has other columns of events, or other categories, than the training "
@@ -332,9 +335,9 @@ class Events:
             )
 
     def like(self, known: Events, what: str) -> Events:
-        """These events, of data named `what`, with the ids that their categories have in `known`.
+        """Changes the ids of these events, data named `what`, to those of `known`.
 
-        A category that `known` lacks is unknown, and so is one that was rare here.
+        A category that `known` lacks becomes unknown, and so does one that was rare here.
 
         Raises:
           ValueError: `known` has other columns.
@@ -348,13 +351,13 @@ class Events:
                 continue
             places = find_categories(own, wanted)
             ids = np.where(places < 0, RARE, FIRST_KNOWN + places)
-            # The padding, -1, counts from the end.
+            # The last element is for the padding, -1.
             ids = np.concatenate([[MISSING, RARE], ids, [_PADDING]]).astype(np.int32)
             columns[name] = ids[self.columns[name]]
         return known.with_columns(columns)
 
     def to_json(self) -> dict[str, Any]:
-        """Schema and categories as a JSON object, for `from_json`; no events."""
+        """The schema and the categories as a JSON object, for `from_json`; without events."""
         return {
             "schema": self.schema.to_json(),
             "vocabularies": {n: v.tolist() for n, v in self.vocabularies.items()},
@@ -363,10 +366,10 @@ class Events:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Events:
-        """Schema and categories from the document that `to_json` made, without events.
+        """Reads schema and categories from the document that `to_json` made; without events.
 
         Raises:
-          ValueError: it is not such an object.
+          ValueError: the document has another form.
         """
         document = codec.value(dict[str, Any], document, _LABEL)
         schema = EventSchema.from_json(document.get("schema", {}))
@@ -387,7 +390,7 @@ def no_events(
     vocabularies: Mapping[str, Names],
     lists: Mapping[str, int] = MappingProxyType({}),
 ) -> Events:
-    """The columns of a schema, without events.
+    """Columns of a schema with no events in them.
 
     Args:
       schema: types of the columns.
@@ -403,11 +406,11 @@ def no_events(
 
 
 class EventReader(ColumnReader):
-    """Makes columns of events from cells, block by block.
+    """Reads columns of events from cells, block by block.
 
     Args:
-      given: types of the columns; or events with the same columns, whose categories keep
-        their ids: others are unknown.
+      given: types of the columns; or events with equal columns, whose categories keep their
+        ids; then others count as unknown.
     """
 
     def __init__(self, given: EventSchema | Events):
@@ -416,7 +419,7 @@ class EventReader(ColumnReader):
         super().__init__(self.schema, known, most=_MOST_CATEGORIES)
 
     def taking(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """The blocks, whose cells of further columns are taken as they pass.
+        """Yields the blocks unchanged, and reads their cells of further columns.
 
         Raises:
           DataError: a cell cannot be read.
@@ -427,10 +430,10 @@ class EventReader(ColumnReader):
             yield block
 
     def events(self, path: Path) -> Events:
-        """The columns of all events, in the order in which they were read.
+        """The columns of all events that were read, in this order.
 
         Raises:
-          DataError: there are none.
+          DataError: no events were read.
         """
         names, dense, ids = self.finish(path, "holds no data: there is no event")
         columns = {
@@ -442,10 +445,10 @@ class EventReader(ColumnReader):
 
 
 def schema_of(given: EventSchema | Events) -> EventSchema:
-    """The schema of columns of events.
+    """The schema of columns of events, given as a schema or as events.
 
     Raises:
-      TypeError: they are something else.
+      TypeError: the argument is something else.
     """
     if isinstance(given, EventSchema):
         return given
@@ -458,10 +461,10 @@ def schema_of(given: EventSchema | Events) -> EventSchema:
 
 
 class EventCounter:
-    """Counts categories of events that stay on disk, block by block.
+    """Counts the categories of events on disk, block by block.
 
     Args:
-      given: types of the columns; or events with the same columns and categories.
+      given: types of the columns; or events with equal columns, whose categories are kept.
     """
 
     def __init__(self, given: EventSchema | Events):
@@ -470,7 +473,7 @@ class EventCounter:
         self._counter = CategoryCounter(self._reader.schema, known)
 
     def take(self, cells: Cells) -> None:
-        """Takes the columns of some events.
+        """Counts the categories in the cells of some events.
 
         Raises:
           DataError: a cell cannot be read.
@@ -479,37 +482,37 @@ class EventCounter:
         self._counter.add(self._reader.categories(cells))
 
     def finish(self) -> Events:
-        """The columns, without events."""
+        """The columns with their categories, with no events in them."""
         names = self._counter.finish()
         return no_events(self._reader.schema, names, self._counter.lists)
 
 
 def named(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Columns of events by their names in `Entries`."""
+    """Renames columns of events to their names in `Entries`."""
     return {f"{EVENTS}{name}": column for name, column in columns.items()}
 
 
 def widened(column: np.ndarray, most: int) -> np.ndarray:
-    """`[entries, most]`: lists of categories, or one each, with more places."""
+    """Pads a column of ids, or of lists of ids, to `[entries, most]`."""
     column = column if column.ndim == 2 else column[:, None]
     more = [(0, 0), (0, most - column.shape[1])]
     return np.pad(column, more, constant_values=_PADDING)
 
 
 def stated(events: Events) -> dict[str, Any]:
-    """The document of columns of events or users, without categories."""
+    """The JSON document of columns of events or users, without categories."""
     return {"schema": events.schema.to_json(), "lists": events.lists}
 
 
 def of_stated(
     document: Mapping[str, Any], categories: Mapping[str, Names], begin: str = ""
 ) -> Events:
-    """The columns that `stated` describes, without events.
+    """Reads columns from a document of `stated`, with no events in them.
 
     Args:
-      document: the document.
-      categories: the categories, whose names begin with `begin`.
-      begin: begin of these names.
+      document: document that `stated` made.
+      categories: categories of the columns, by name after the prefix `begin`.
+      begin: prefix of these names.
     """
     schema = EventSchema.from_json(document["schema"])
     names = {n: categories[f"{begin}{n}"] for n in vocabularies_of(schema)}
@@ -517,7 +520,7 @@ def of_stated(
 
 
 def _joined(parts: list[Numbered]) -> np.ndarray:
-    """`[entries]` ids, or `[entries, most]` if some have lists."""
+    """Joins ids to `[entries]`, or to `[entries, most]` with padding if some have lists."""
     flat = np.concatenate([part.ids for part in parts])
     if all(part.lengths is None for part in parts):
         return flat
@@ -531,7 +534,7 @@ def _joined(parts: list[Numbered]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UserFeatures:
-    """Columns of users, in host memory: `read_user_features` reads them.
+    """Columns of users, in host memory; `read_user_features` returns them.
 
     >>> schema = EventSchema(ids={"plan": VocabularyColumn()})
     >>> users = read_user_features([{"user": "ann", "plan": "paid"}], schema)
@@ -539,18 +542,18 @@ class UserFeatures:
     (['ann'], [2])
 
     Attributes:
-      user_names: `[users]` text.
-      columns: the columns, with one cell for each user.
+      user_names: `[users]` names of the users.
+      columns: columns with one cell for each user.
     """
 
     user_names: Names
     columns: Events
 
     def of(self, names: Names) -> Events:
-        """The columns of users with these names; missing values for a user that is not here.
+        """The columns for users with these names; unknown users get missing values.
 
         Raises:
-          ValueError: a column of numbers has none for missing values, and a user is not here.
+          ValueError: a user is unknown, and a column of numbers has no value for missing ones.
         """
         own = spelled_like(self.user_names, names)
         return self.columns.rows(find_names(names, own))
