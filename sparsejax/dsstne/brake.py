@@ -20,7 +20,7 @@ class Brake(nnx.Module):
     their recent size, which includes the scaled gradients: their 24 steps are hardly shorter.
 
     Args:
-        steps: number of steps after which the brake is reset.
+      steps: number of steps after which the brake is reset.
     """
 
     def __init__(self, steps: int):

@@ -23,9 +23,9 @@ def read_index(path: Path) -> Names:
       `[n]` the name with each number. Numbers without a name are `holes`, which get names
       of padding.
 
-      Raises:
-        DataError: a line does not have this form, a name or a number occurs twice, or more than
-          half of the numbers up to the highest one, and more than 128, have no name.
+    Raises:
+      DataError: a line does not have this form, a name or a number occurs twice, or more than
+        half of the numbers up to the highest one, and more than 128, have no name.
     """
     names: list[Names] = []
     numbers: list[np.ndarray] = []

@@ -204,13 +204,13 @@ class Network(nnx.Module):
         """The values of a layer for each row of `inputs`, without noise: `[rows, units]`.
 
         Args:
-            inputs: `[rows, features]`; or several inputs by name, see `fit`.
-            layer: name of the layer.
-            batch_size: number of rows that are computed together.
+          inputs: `[rows, features]`; or several inputs by name, see `fit`.
+          layer: name of the layer.
+          batch_size: number of rows that are computed together.
 
-          Raises:
-            KeyError: no layer has this name.
-            ValueError: `inputs` does not match the network.
+        Raises:
+          KeyError: no layer has this name.
+          ValueError: `inputs` does not match the network.
         """
         self.definition.layer(layer)
         x = Inputs.of(inputs)
@@ -235,12 +235,12 @@ class Network(nnx.Module):
         Args:
           inputs: data that the network reads, in the forms that `fit` takes.
           targets: data that the network predicts, in the forms that `fit` takes.
-            weights: `[rows]`; 1 by default.
-            batch_size: number of rows that are computed together.
+          weights: `[rows]`; 1 by default.
+          batch_size: number of rows that are computed together.
 
-          Raises:
-            NotImplementedError: the network cannot be trained, see `check_trainable`.
-            ValueError: data do not match the network or each other.
+        Raises:
+          NotImplementedError: the network cannot be trained, see `check_trainable`.
+          ValueError: data do not match the network or each other.
         """
         self.check_trainable()
         x = Inputs.of(inputs)

@@ -42,32 +42,32 @@ class Train:
     """The command `train`.
 
     Attributes:
-        config: JSON file of the network.
-        inputs: NetCDF file with the data sets of the inputs.
-        outputs: NetCDF file with the data sets of the outputs.
-        network: the network file to write.
-        overwrite: whether the network file may exist already.
-        initial: the network file to write before training, or None.
-        batch_size: number of examples in a step.
-        epochs: number of passes over the data.
-        alpha: learning rate.
-        l2: DSSTNE's lambda, which adds `lambda w` to the gradient of a weight.
-        l1: DSSTNE's lambda1, which adds `lambda1 sign(w)`.
-        mu: momentum, for optimizers that have one.
-        mu1: second momentum, for Adam.
-        optimizer: one of `OPTIMIZERS`.
-        seed: seed of the initial weights, of noise and of the order of examples.
-        resume: whether to continue an interrupted training that had equal flags.
-        mesh: text such as "data=1,model=2". By default one device, or with several processes
-          all devices along "model".
-        validation: two files, like `inputs` and `outputs`, whose error is measured after
-          each epoch.
-        interval: number of epochs after which alpha is multiplied by `multiplier`, and the brake
-          is reset. With 0 alpha is constant, and the brake is reset after each epoch.
-        multiplier: factor of alpha after each `interval`.
-        kept: start of the names of network files that are written during the
-          training, by default the name `network`.
-        kept_epochs: number of epochs between two of these files; 0 writes none.
+      config: JSON file of the network.
+      inputs: NetCDF file with the data sets of the inputs.
+      outputs: NetCDF file with the data sets of the outputs.
+      network: the network file to write.
+      overwrite: whether the network file may exist already.
+      initial: the network file to write before training, or None.
+      batch_size: number of examples in a step.
+      epochs: number of passes over the data.
+      alpha: learning rate.
+      l2: DSSTNE's lambda, which adds `lambda w` to the gradient of a weight.
+      l1: DSSTNE's lambda1, which adds `lambda1 sign(w)`.
+      mu: momentum, for optimizers that have one.
+      mu1: second momentum, for Adam.
+      optimizer: one of `OPTIMIZERS`.
+      seed: seed of the initial weights, of noise and of the order of examples.
+      resume: whether to continue an interrupted training that had equal flags.
+      mesh: text such as "data=1,model=2". By default one device, or with several processes
+        all devices along "model".
+      validation: two files, like `inputs` and `outputs`, whose error is measured after
+        each epoch.
+      interval: number of epochs after which alpha is multiplied by `multiplier`, and the brake
+        is reset. With 0 alpha is constant, and the brake is reset after each epoch.
+      multiplier: factor of alpha after each `interval`.
+      kept: start of the names of network files that are written during the
+        training, by default the name `network`.
+      kept_epochs: number of epochs between two of these files; 0 writes none.
     """
 
     config: str

@@ -1,4 +1,4 @@
-"""A service of predictions: one device, dynamic batches, and the Open Inference Protocol.
+"""A prediction service: one device, dynamic batches, and the Open Inference Protocol.
 
-This wing stands on `predictors`. `engine` and `batcher` know nothing of the web.
+This package imports `predictors`. `engine` and `batcher` do not depend on web protocols.
 """

@@ -1,4 +1,4 @@
-"""The protocol over HTTP."""
+"""The Open Inference Protocol over HTTP."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from sparsejax.serving.protocol import RefusedError
 from sparsejax.serving.service import Answered, InHand, Service
 from sparsejax.serving.versions import Versions
 
-# Where the scope of a request has its `Connection`, and whether its body is there already.
+# Keys of a request's scope: its `Connection`, and whether its body has arrived already.
 CONNECTION, IS_WHOLE = "sparsejax.connection", "sparsejax.is_whole"
 _HEADER = b"inference-header-content-length"
-# Envoy, and so Istio and KServe, say in it how long the client waits.
+# A header in which Envoy, and so Istio and KServe, states how long the client waits.
 _DEADLINE = b"x-envoy-expected-rq-timeout-ms"
 _CLOSE = {"connection": "close"}
 _INFER = re.compile("/v2/models/[^/]+(/versions/[^/]+)?/infer")
 _JSON = b"application/json"
-# As nginx calls a client that left; nobody reads it.
+# nginx's status for a client that has left; no client receives it.
 _GONE = 499
 
 
@@ -41,7 +41,7 @@ class Connection(Protocol):
 
     Attributes:
       asking: the task that answers, which is cancelled when the client leaves; or None.
-      has_left: whether it has.
+      has_left: whether the client has left.
     """
 
     asking: asyncio.Task | None
@@ -50,12 +50,12 @@ class Connection(Protocol):
     def has_left(self) -> bool: ...
 
 
-# Instead of the answer to a request that was refused.
+# Replaces the answer to a request that was refused.
 _NOTHING = Answered(None, 0, None, None)
 
 
 class _Answer(NamedTuple):
-    """Status, headers and body of an answer. A `Response` of Starlette takes longer to make."""
+    """Status, headers and body of an answer. Starlette's `Response` takes longer to make."""
 
     status_code: int
     raw_headers: list[tuple[bytes, bytes]]
@@ -63,7 +63,7 @@ class _Answer(NamedTuple):
 
 
 def app(service: Service) -> ASGIApp:
-    """The application that answers for a service."""
+    """The ASGI application that answers requests for a service."""
 
     async def live(request: Request) -> Response:
         return _json({"live": service.is_live}, 200 if service.is_live else 503)
@@ -109,7 +109,7 @@ def app(service: Service) -> ASGIApp:
     )
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        # Starlette tries routes one after the other, which takes a tenth of a prediction.
+        # Starlette tries routes one by one, which takes a tenth of the time of a prediction.
         is_infer = scope["method"] == "POST" and _INFER.fullmatch(scope["path"])
         await (infer if is_infer else routed)(scope, receive, send)
 
@@ -117,9 +117,9 @@ def app(service: Service) -> ASGIApp:
 
 
 def admin(service: Service, versions: Versions) -> Starlette:
-    """The application that changes which version serves: the protocol's repository extension.
+    """The application of the protocol's repository extension, which changes the version.
 
-    It is for an address of its own, which only the operator reaches.
+    It needs an address of its own, which only the operator can reach.
     """
 
     async def index(request: Request) -> Response:
@@ -171,10 +171,10 @@ def admin(service: Service, versions: Versions) -> Starlette:
 async def _document(
     request: Request, service: Service, known: Sequence[str]
 ) -> dict[str, Any]:
-    """The JSON object of a request, which may be empty.
+    """The JSON object in the body of a request; empty if there is no body.
 
     Raises:
-      RefusedError: it is something else, or has other fields.
+      RefusedError: the body is no such object, or has unknown fields.
     """
     body = await _body(request.scope, request.receive, service)
     try:
@@ -199,7 +199,7 @@ def _version(service: Service, request: Request):
 
 
 def _asked(scope: Scope) -> tuple[str, str | None]:
-    """The model and the version that a path names."""
+    """The model and the version that are named in a path."""
     _, _, _, model, *rest = scope["path"].split("/")
     return model, rest[1] if rest[:1] == ["versions"] else None
 
@@ -208,7 +208,7 @@ def _refusal(error: RefusedError) -> Response:
     headers = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
-    if error.status in (408, 413):  # the rest of the body is not read
+    if error.status in (408, 413):  # the rest of the body will not be read
         headers |= _CLOSE
     return _json({"error": str(error)}, error.status, headers)
 
@@ -234,16 +234,16 @@ _HANDLERS = {HTTPException: _no_route, RefusedError: _refused}
 
 
 class _Inference:
-    """The application that answers requests for predictions.
+    """The ASGI application that answers prediction requests.
 
-    It knows ASGI: Starlette's requests and responses would take as long as the rest.
+    It uses ASGI directly: Starlette's requests and responses would double the time.
     """
 
     def __init__(self, service: Service):
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, which is counted and logged."""
+        """Answers a request, and counts and logs it."""
         service, begun = self._service, time.monotonic()
         headers = _headers(scope)
         identity = logs.request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
@@ -281,12 +281,12 @@ class _Inference:
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
-    """The headers of a request. The first one counts of one that is sent twice."""
+    """The headers of a request. If a header is sent twice, the first one counts."""
     return dict(reversed(scope["headers"]))
 
 
 def _instead(error: Exception, identity: str) -> Response:
-    """The answer to a request that met an error."""
+    """The answer to a request that failed with this error."""
     if isinstance(error, RefusedError):
         return _refusal(error)
     if isinstance(error, ClientDisconnect):
@@ -303,9 +303,9 @@ async def _infer(
     receive: Receive,
     hold: Callable[[int], None],
 ) -> Answered[_Answer]:
-    """An answer; see `_body`."""
+    """Answers a prediction request; see `_body` for `hold`."""
     model, number = _asked(scope)
-    form = service.version(model, number).form  # before the body is read
+    form = service.version(model, number).form  # refuses before the body is read
     wait = headers.get(_DEADLINE, b"")
     seconds = int(wait[:9]) / 1e3 if wait.isdigit() else None
     if headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
@@ -322,7 +322,7 @@ async def _infer(
         number,
         read,
         protocol.write,
-        # JSON is read with Python's lock, so another thread would be of no use.
+        # Python's lock is held while JSON is read, so another thread would not help.
         size=0 if header is None else len(body),
         seconds=seconds,
     )
@@ -343,22 +343,22 @@ async def _body(
     service: Service,
     hold: Callable[[int], None] = lambda size: None,
 ) -> bytes:
-    """The body of a request.
+    """Reads the body of a request.
 
     Args:
-      scope: description of the request.
-      receive: function that returns its parts.
+      scope: ASGI scope of the request.
+      receive: ASGI function that returns the parts of the body.
       service: the service whose limits apply.
-      hold: function that is called with the bytes of each part, and may refuse them.
+      hold: function that is called with the size of each part, and may refuse it.
 
     Raises:
-      RefusedError: it is too large, or does not come in time.
+      RefusedError: the body is too large, or does not arrive in time.
     """
     most, seconds = service.settings.limits.body, service.settings.body_seconds
     stated = _headers(scope).get(b"content-length", b"0")
     if not stated.isdigit() or int(stated[:18]) > most:
         raise RefusedError(413, _too_large(most))
-    if scope.get(IS_WHOLE):  # so nobody waits
+    if scope.get(IS_WHOLE):  # no time limit is needed
         return await _whole(receive, most, hold)
     try:
         async with asyncio.timeout(seconds):
@@ -370,7 +370,7 @@ async def _body(
 
 
 async def _whole(receive: Receive, most: int, hold: Callable[[int], None]) -> bytes:
-    """The body of a request, as its parts come."""
+    """Reads and joins the parts of a request's body as they arrive."""
     joined, is_whole = None, False
     while not is_whole:
         message = await receive()
@@ -382,8 +382,8 @@ async def _whole(receive: Receive, most: int, hold: Callable[[int], None]) -> by
             raise RefusedError(413, _too_large(most))
         hold(len(part))
         if is_whole and joined is None:
-            return part  # as mostly, without a copy
-        # Not a list: millions of parts of one byte would take fifty times their size.
+            return part  # the usual case, without a copy
+            # Not a list: millions of one-byte parts would take fifty times their size.
         joined = bytearray() if joined is None else joined
         joined += part
     assert joined is not None

@@ -1,11 +1,11 @@
 """Dynamic batches: requests that wait while the device works form the next batch.
 
-Requests are served first in, first out. While the device is idle nothing waits. While it
-works, the next batch fills; a batch that is full is packed on the host meanwhile. A device
-that queues work is free as soon as a batch is started on it.
+Requests are served in order of arrival. While the device is idle, no request waits. While it
+is busy, the next batch fills up; a full batch is packed on the host meanwhile. A device
+that queues work counts as free as soon as a batch is started on it.
 
-A batch stays in one thread: it is taken, packed, run and answered there. Each hand-over to
-another thread would cost tens of microseconds, and more where Python is busy.
+Each batch is taken, packed, run and answered in one thread. Passing it to
+another thread would cost tens of microseconds, and more when Python is busy.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from sparsejax.predictors.runtime import Rows
 from sparsejax.serving.engine import Engine, Shape, Size
 
 Answer = list[np.ndarray]
-# Receivers of an answer: another thread, or a loop of asyncio.
+# Futures that receive an answer, for another thread or for an asyncio loop.
 Waiting = Future[Answer] | asyncio.Future[Answer]
-# The answer of a future, or why there is none.
+# A future, with its answer or its error.
 _Settled = tuple[Waiting, Answer | Exception]
 
 
 class BusyError(RuntimeError):
-    """A request is refused, because too many rows wait already."""
+    """A request is refused because too many rows are waiting already."""
 
 
 class ClosedError(RuntimeError):
-    """The batcher takes no further requests."""
+    """The batcher is closed and accepts no further requests."""
 
 
 class DeviceError(RuntimeError):
@@ -45,32 +45,32 @@ class DeviceError(RuntimeError):
 
 
 class Failures:
-    """Batches in a row that a device could not run, of all batchers that have this count.
+    """A count of successive batches that the device could not run, shared by batchers.
 
     Attributes:
-      count: number of them.
+      count: number of these batches.
     """
 
     def __init__(self):
         self.count, self._lock = 0, threading.Lock()
 
     def tell(self, *, failed: bool) -> None:
-        """Counts a batch. One that ran begins anew."""
+        """Counts a failed batch. A batch that ran resets the count."""
         with self._lock:
             self.count = self.count + 1 if failed else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A batch that ran, for metrics.
+    """Facts about a batch that ran, for metrics.
 
     Attributes:
       shape: shape of its program.
       rows: number of rows that belong to requests; the others are padding.
       entries: number of entries of the sparse input that has most.
-      waited: seconds in the queue, of each part of a request.
-      packing: seconds on the host.
-      device: seconds on the device, with copies. On a GPU it may wait there for the batch before.
+      waited: seconds in the queue, for each part of a request.
+      packing: seconds of packing on the host.
+      device: seconds on the device, with copies. On a GPU it includes waiting for the last batch.
     """
 
     shape: Shape
@@ -100,7 +100,7 @@ class _Piece:
 
 
 class Batcher:
-    """Puts requests together to batches, and runs them on one engine.
+    """Combines requests to batches, and runs them on one engine.
 
     Attributes:
       engine: the engine that runs the batches.
@@ -115,14 +115,14 @@ class Batcher:
         observe: Callable[[Batch], None] = lambda batch: None,
         failures: Failures | None = None,
     ):
-        """Starts two threads. One packs the next batch while the device works for the other.
+        """Starts two threads. One packs the next batch while the device runs the other's.
 
         Args:
           engine: engine that runs the batches.
-          max_wait: seconds that a batch which is not full may wait on an idle device.
+          max_wait: seconds for which an incomplete batch may wait while the device is idle.
           max_rows: number of rows that may wait; further requests are refused.
           observe: function that is called with each batch, in a thread of the batcher.
-          failures: a count that it shares with other batchers of the device.
+          failures: a count that is shared with other batchers of the device.
 
         Raises:
           ValueError: `max_wait` is negative, or `max_rows` not positive.
@@ -136,11 +136,11 @@ class Batcher:
         self._failures = Failures() if failures is None else failures
         self._max_wait, self._max_rows, self._observe = max_wait, max_rows, observe
         lock = threading.RLock()
-        self._changed = threading.Condition(lock)  # the queue
-        self._idle = threading.Condition(lock)  # the device
+        self._changed = threading.Condition(lock)  # the queue has changed
+        self._idle = threading.Condition(lock)  # the device has become free
         self._queue: collections.deque[_Piece] = collections.deque()
-        self._rows = self._entries = 0  # of the queue
-        # Whether a batch is on the device, and whether the next one is taken already.
+        self._rows = self._entries = 0  # numbers of rows and entries in the queue
+        # `_working`: a batch is on the device. `_ahead`: the next batch has been taken.
         self._working = self._ahead = self._closed = False
         self._full_rows = max(shape.rows for shape in engine.shapes)
         self._full_entries = max(shape.entries for shape in engine.shapes)
@@ -154,7 +154,7 @@ class Batcher:
     def submit(
         self, given: Sequence[Rows], *, deadline: float | None = None
     ) -> Future[Answer]:
-        """Asks for the outputs of some rows, and returns a future of them; see `ask`."""
+        """Queues a request for the outputs of some rows, and returns a future; see `ask`."""
         future: Future[Answer] = Future()
         self.ask(given, future, deadline=deadline)
         return future
@@ -162,13 +162,13 @@ class Batcher:
     def ask(
         self, given: Sequence[Rows], future: Waiting, *, deadline: float | None = None
     ) -> None:
-        """Asks for the outputs of some rows, as the predictor's `rows_of_...` makes them.
+        """Queues a request for the outputs of rows, made by the predictor's `rows_of_...`.
 
-        A future that is cancelled costs no device time any more, unless it is on the device.
+        If its future is cancelled before the rows are on the device, they are not computed.
 
         Args:
           given: for each input of the programs its rows.
-          future: future that gets the outputs in order, each `[rows, ...]`. It raises
+          future: future that receives the outputs in order, each `[rows, ...]`. It raises
             FloatingPointError if one is NaN, TimeoutError if the deadline passed before the
             rows were on the device, and DeviceError if the device failed.
           deadline: latest time, on the clock of `time.monotonic`.
@@ -188,7 +188,7 @@ class Batcher:
         with self._changed:
             if self._closed:
                 raise ClosedError("this service ends and takes no further requests")
-            # A request that is larger than the queue is taken if nothing waits.
+            # A request that is larger than the queue is accepted if the queue is empty.
             if self._rows and self._rows + rows > self._max_rows:
                 raise BusyError(
                     f"{self._rows:,} rows wait already, of {self._max_rows:,} that may; "
@@ -197,28 +197,28 @@ class Batcher:
             for piece in asked:
                 self._count(piece, 1)
             self._queue += asked
-            # While the device works nobody need wake up, unless the batch is full.
+            # While the device works no thread need wake up, unless the batch is full.
             if self._max_wait or self._may_pack():
                 self._changed.notify()
 
     @contextlib.contextmanager
     def together(self) -> Generator[None]:
-        """Submits all requests that this thread makes in the block when the block is done."""
+        """Submits all requests that this thread makes in this context when it is closed."""
         with self._changed:
             yield
 
     @property
     def failures(self) -> int:
-        """Batches in a row that the device could not run."""
+        """Number of successive batches that the device could not run."""
         return self._failures.count
 
     @property
     def waiting(self) -> int:
-        """Rows in the queue."""
+        """Number of rows in the queue."""
         return self._rows
 
     def close(self) -> None:
-        """Takes no further requests, and returns when those it has are answered."""
+        """Refuses further requests, and returns when all queued requests are answered."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -245,7 +245,7 @@ class Batcher:
         return not self._working and waited >= self._max_wait
 
     def _work(self) -> None:
-        """Takes a batch and runs it, again and again."""
+        """Takes and runs batches until the batcher is closed."""
         while True:
             with self._changed:
                 while not self._may_pack():
@@ -261,17 +261,17 @@ class Batcher:
                 self._serve(*batch)
 
     def _patience(self) -> float | None:
-        """Seconds until an idle device begins with the waiting requests; None if none wait."""
+        """Seconds until an idle device starts on waiting requests; None if it does not wait."""
         if not self._queue or self._working or self._ahead:
             return None
         begins = self._queue[0].request.queued + self._max_wait
         return max(begins - time.monotonic(), 0.0)
 
     def _take(self) -> tuple[list[Waiting], tuple[list[_Piece], Size, Shape] | None]:
-        """Takes the next batch from the queue; before it those that came too late.
+        """Takes the next batch from the queue, and removes requests whose deadline has passed.
 
-        As many rows as a shape holds, in their order. If they are not worth it (see
-        `Engine.is_filled`), and some of them a smaller one, the others wait for the next batch.
+        A batch has as many rows as a shape holds, in order. If these rows do not fill the shape
+        (see `Engine.is_filled`), but fewer rows fill a smaller one, the others stay in the queue.
         """
         now = time.monotonic()
         late: list[Waiting] = []
@@ -302,12 +302,12 @@ class Batcher:
         return late, (taken[:count], size, shape)
 
     def _free(self) -> None:
-        """Lets the next batch go to the device."""
+        """Marks the device as free for the next batch."""
         with self._changed:
             self._working = False
-            self._idle.notify()  # whoever has packed it
-            # While this thread waits for its batch, the other one packs the next, or waits
-            # for company no longer than it should.
+            self._idle.notify()  # the thread that has packed the next batch
+            # While this thread waits for its batch, the other one packs the next, after waiting
+            # for further requests for `max_wait` at most.
             if self.engine.queues and self._queue and not self._ahead:
                 self._changed.notify()
 
@@ -325,7 +325,7 @@ class Batcher:
             while self._working:
                 self._idle.wait()
             self._working, self._ahead = error is None, False
-            if self._may_pack():  # while this batch is on the device
+            if self._may_pack():  # the other thread packs while the device works
                 self._changed.notify()
         if error is not None:
             _settle([(piece.request.future, error) for piece in pieces])
@@ -355,7 +355,7 @@ class Batcher:
 
 
 def _divided(pieces: Sequence[_Piece], found: Answer) -> list[_Settled]:
-    """The rows of each request that is complete. One with NaN fails alone."""
+    """Collects the answers of requests that are complete. A request with NaN fails alone."""
     bad = np.zeros(len(found[0]), bool)
     for array in found:
         if array.dtype.kind == "f" and (is_bad := np.isnan(array)).any():
@@ -374,8 +374,8 @@ def _divided(pieces: Sequence[_Piece], found: Answer) -> list[_Settled]:
         elif len(request.answers) == 1:
             settled.append((request.future, answer))
         else:
-            # Copies, so that a request that waits for its other parts does not hold the
-            # whole batch.
+            # Copies: otherwise a request that waits for its other parts would keep the whole
+            # batch in memory.
             request.answers[piece.number] = [array.copy() for array in answer]
             parts = [each for each in request.answers if each is not None]
             if len(parts) == len(request.answers):
@@ -386,7 +386,7 @@ def _divided(pieces: Sequence[_Piece], found: Answer) -> list[_Settled]:
 
 
 def _settle(settled: Sequence[_Settled]) -> None:
-    """Gives futures their answers. A loop of asyncio is called once, not for each."""
+    """Sets the results of futures. An asyncio loop is called once for all its futures."""
     of_loops: dict[asyncio.AbstractEventLoop, list[_Settled]] = {}
     others = []
     for pair in settled:
@@ -396,14 +396,14 @@ def _settle(settled: Sequence[_Settled]) -> None:
         else:
             of_loops.setdefault(future.get_loop(), []).append(pair)
     for loop, pairs in of_loops.items():
-        with contextlib.suppress(RuntimeError):  # it is closed: nobody waits there
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(_set, pairs)
     _set(others)
 
 
 def _set(settled: Sequence[_Settled]) -> None:
     for future, found in settled:
-        # It was cancelled, or another part of the request has failed.
+        # The future was cancelled, or has the error of another part of the request.
         with contextlib.suppress(InvalidStateError, asyncio.InvalidStateError):
             if isinstance(found, Exception):
                 future.set_exception(found)

@@ -1,4 +1,4 @@
-"""Changes of a model's tables that come while it serves: a folder that is read again and again."""
+"""Changes of a model's tables while it serves: a folder is polled for new changes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from sparsejax.serving.metrics import Metrics
 
 
 class Changing:
-    """The changes of a folder that `sparsejax train --follow` writes, for a service.
+    """Applies the changes in a folder that `sparsejax train --follow` writes to a predictor.
 
-    A change that is missing, of another model or at a wrong place leaves the tables as
-    they are, until the folder has the change that follows.
+    If a change is missing, is for another model or is out of order, the tables do not change,
+    until the folder has the change that follows theirs.
 
     Attributes:
+      folder: folder of the changes. It may be created later.
       folder: folder of the changes. It may be made later.
     """
 
     def __init__(self, folder: str | os.PathLike[str], metrics: Metrics):
         self.folder, self._metrics = folder, metrics
-        self._told = ""  # the last fault
+        self._told = ""  # the last fault that was logged
 
     def check(self, predictor: Predictor) -> None:
-        """Raises ValueError if a predictor can take no changes at all."""
+        """Raises ValueError if a predictor cannot be changed while it serves."""
         if predictor.signature.ranks_items:
             raise ValueError(
                 f"{self.folder}: changes are for models of clicks, but this predictor is of "
@@ -35,14 +36,14 @@ class Changing:
             )
 
     def take(self, predictor: Predictor) -> None:
-        """Gives a predictor the new changes. A fault is logged once, and changes nothing."""
+        """Applies new changes to a predictor. A fault is logged once, and changes nothing."""
         before = predictor.taken.last
         try:
             if not change_folders.numbers(self.folder):
                 return
             taken = predictor.apply_changes(self.folder)
-        # JAX raises many kinds where memory is short, which may be free at the next look.
-        except Exception as error:  # noqa: BLE001 - the tables are what they were
+        # JAX raises many types if memory is short; it may be free at the next poll.
+        except Exception as error:  # noqa: BLE001 - the tables are unchanged
             reason = str(error)[:500]
             self._metrics.changes("refused")
             if reason != self._told:
@@ -58,15 +59,15 @@ class Changing:
     async def watch(
         self, serving: Callable[[], Predictor | None], seconds: float = 1.0
     ) -> None:
-        """Looks again and again, until it is cancelled.
+        """Polls the folder until the task is cancelled.
 
         Args:
-          serving: function that returns the predictor that serves, if there is one.
-          seconds: between two looks.
+          serving: function that returns the predictor that serves, or None.
+          seconds: time between two polls.
         """
         while True:
             await asyncio.sleep(seconds)
             predictor = serving()
             if predictor is not None:
                 await asyncio.to_thread(self.take, predictor)
-            del predictor  # one that is drained must leave the device
+            del predictor  # a reference would keep a drained predictor on the device

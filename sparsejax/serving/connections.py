@@ -1,4 +1,4 @@
-"""Connections of HTTP: their heads, their waiting requests and their patience have limits."""
+"""HTTP connections with limits on heads, waiting requests and time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from sparsejax.serving.app import CONNECTION, IS_WHOLE, app
 from sparsejax.serving.service import Service
 
-# The limits of common servers and proxies. A request for a prediction needs 1 % of them.
+# The limits of common servers and proxies. A prediction request needs 1 % of them.
 _MOST_HEAD, _MOST_URL, _MOST_HEADERS = 2**16, 2**13, 100
-# Requests that a client may send on one connection before the first of them is answered.
+# Requests that a client may send on one connection before the first one is answered.
 _MOST_PIPELINED = 100
-# After a refusal the rest of the client's bytes is read for so many seconds and bytes.
+# After a refusal, further bytes from the client are read for these seconds and bytes.
 # Otherwise the system would reset the connection, and the client would not see the
 # answer.
 _LINGER, _MOST_LINGERED = 1.0, 2**24
-_ALIVE = 0.05  # seconds between two looks whether a client that sends no more is there
+_ALIVE = 0.05  # seconds between checks whether a client has left
 _END_OF_HEAD, _CONTINUE = b"\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"
 _INVALID = "expected a request of HTTP/1.1"
 _LARGE_HEAD = f"the head of a request has at most {_MOST_HEAD:,} bytes"
@@ -32,10 +32,10 @@ _LARGE_HEAD = f"the head of a request has at most {_MOST_HEAD:,} bytes"
 def configured(
     service: Service, application: ASGIApp | None = None, **options: Any
 ) -> uvicorn.Config:
-    """The settings of uvicorn for a service, with further ones.
+    """The settings of uvicorn for a service.
 
     Args:
-      service: the service whose limits connections have.
+      service: the service whose limits apply to connections.
       application: the application that answers; by default `app` of the service.
       options: further settings.
     """
@@ -53,23 +53,23 @@ def configured(
         log_level="error",
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # nobody asks for the address of a client
+        proxy_headers=False,  # the address of a client is not used
         **options,
     )
 
 
 class _RefusedHeadError(Exception):
-    """Ends the parser's work on a head that is refused."""
+    """Stops the parser at a head that is refused."""
 
 
 class _Connection(HttpToolsProtocol):
-    """A connection that is closed unless the head of a request comes in time.
+    """A connection that is closed unless the head of a request arrives in time.
 
     A head that is too large is answered with status 431 or 414. An offer of another protocol
-    (`Upgrade`) is ignored. A client that sends no more, but still reads, is answered.
+    (`Upgrade`) is ignored. A client that has ended sending, but still reads, is answered.
 
     Attributes:
-      patience: seconds from the first byte of a request, or from the start, to its last header.
+      patience: most seconds from a request's first byte, or from the start, to its last header.
       asking: the client's state, as `app.Connection`.
     """
 
@@ -77,16 +77,16 @@ class _Connection(HttpToolsProtocol):
     asking: asyncio.Task | None = None
     _late: asyncio.TimerHandle | None = None
     _in_head = True
-    _head = 0  # bytes of the headers that are whole
-    _progress = True  # whether the parser left a head, or found a part of a body
+    _head = 0  # bytes of the complete headers
+    _progress = True  # whether the parser completed a head, or found a part of a body
     _silent = (
-        0  # bytes in which it did not: of a head, trailers or the extension of a chunk
+        0  # bytes without progress: of a head, trailers or the extension of a chunk
     )
     _refusal: tuple[int, str] | None = (
         None  # status and text; no more requests are read
     )
-    _lingered = 0  # bytes that came after the refusal was sent
-    _has_ended = False  # whether the client said that it sends no more
+    _lingered = 0  # bytes that arrived after the refusal was sent
+    _has_ended = False  # whether the client has ended sending
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(_Together(transport))  # pyrefly: ignore
@@ -116,7 +116,7 @@ class _Connection(HttpToolsProtocol):
             self._silent = 0 if self._progress else self._silent + len(piece)
             if self._silent >= _MOST_HEAD:
                 self._refuse(431, _LARGE_HEAD)
-        if self._in_head:  # mostly the head comes at once, so that no timer is needed
+        if self._in_head:  # often the head arrives at once: no timer is needed
             self._wait()
 
     def on_message_begin(self) -> None:
@@ -134,9 +134,7 @@ class _Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if (
-            not self._in_head
-        ):  # a trailer, after a body in chunks, which has no meaning here
+        if not self._in_head:  # a trailer after a chunked body, which is ignored
             return
         self._head += len(name) + len(value)
         if self._head > _MOST_HEAD:
@@ -147,7 +145,7 @@ class _Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._progress = True
-        if self.parser.should_upgrade():  # it is read again, see `_declined`
+        if self.parser.should_upgrade():  # the head is parsed again, see `_declined`
             return
         self._in_head = False
         self._stop()
@@ -177,12 +175,12 @@ class _Connection(HttpToolsProtocol):
                 self.transport.close()
 
     def eof_received(self) -> bool | None:  # pyrefly: ignore
-        """Returns whether the connection stays open, to answer a client that sends no more."""
-        is_plain = self.scheme == "http"  # TLS has no half of a connection
+        """Returns whether the connection stays open, to answer a client that has ended sending."""
+        is_plain = self.scheme == "http"  # TLS has no half-closed connections
         if self._refusal or not (is_plain and self._is_asked) or self.cycle.more_body:
             return None
         self._has_ended = True
-        # A client of HTTP/1.1 skips this answer; that of 1.0 does not know such ones.
+        # A client of HTTP/1.1 skips this answer; HTTP/1.0 has no such answers.
         cycle = self.cycle
         if cycle.scope["http_version"] == "1.1" and not (
             self.pipeline or cycle.response_started
@@ -200,18 +198,18 @@ class _Connection(HttpToolsProtocol):
 
     @property
     def has_left(self) -> bool:
-        """Whether the client has."""
+        """Whether the client has left."""
         return self.transport.is_closing()
 
     @property
     def _is_asked(self) -> bool:
-        """Whether a request is not answered yet."""
+        """Whether a request has not been answered yet."""
         return bool(self.pipeline) or (
             self.cycle is not None and not self.cycle.response_complete
         )
 
     def _declined(self) -> bytes:
-        """The head that offers another protocol, without the offer, for a new parser.
+        """The head without its offer of another protocol, for a new parser.
 
         httptools reads no body after such an offer, but a server may ignore it (RFC 9110, 7.8).
         """
@@ -223,9 +221,9 @@ class _Connection(HttpToolsProtocol):
         return b"\r\n".join(lines) + _END_OF_HEAD
 
     def _look_for_client(self) -> None:
-        """Closes the connection if the client has not only ended its half, but left.
+        """Closes the connection if the client has left, and not only ended sending.
 
-        Both look alike until something is sent: a client that has left answers with a
+        The two cases look alike until something is sent: a client that has left answers with a
         reset.
         """
         if not self._is_asked or self.transport.is_closing():
@@ -238,26 +236,26 @@ class _Connection(HttpToolsProtocol):
         asyncio.get_running_loop().call_later(_ALIVE, self._look_for_client)
 
     def _stop_parser(self, status: int, text: str) -> None:
-        """Raises an error, on which the parser stops and the request is refused."""
+        """Raises an error that stops the parser; the request is refused."""
         self._refusal = status, text
         raise _RefusedHeadError
 
     def _refuse(self, status: int, text: str) -> None:
-        """Reads no more requests. Those before are answered first."""
+        """Stops reading requests, and refuses this one after earlier ones are answered."""
         self._refusal = status, text
         self._stop()
         cycle = self.cycle
         if not self._is_asked:
             self._send_refusal()
         elif cycle.more_body and not (self.pipeline or cycle.response_started):
-            # The rest of its body is refused here, so nothing else answers this
+            # The rest of its body would be refused too, so nothing else must answer this
             # request.
             cycle.disconnected = True
             cycle.message_event.set()
             self._send_refusal()
 
     def _send_refusal(self) -> None:
-        """Answers as all errors are answered, in JSON, and closes the connection soon."""
+        """Sends the refusal as JSON, like all errors, and closes the connection soon."""
         assert self._refusal is not None
         status, text = self._refusal
         body = orjson.dumps({"error": text})
@@ -285,9 +283,9 @@ class _Connection(HttpToolsProtocol):
 
 
 class _Together:
-    """A transport that sends the head of an answer with its body, as one packet.
+    """A transport that sends the head and the body of an answer as one packet.
 
-    Each packet is a call into the system, here and where it arrives.
+    Each packet costs a system call, in the sender and in the receiver.
     """
 
     def __init__(self, transport: Any):
@@ -298,28 +296,28 @@ class _Together:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Sends bytes after the head that waits. A possible head waits, see `flush`."""
+        """Sends a waiting head with these bytes. Bytes that may be a head wait, see `flush`."""
         data, self._head = self._head + data, b""
         if self._has_ended or self._transport.is_closing():
-            return  # a refusal was the last; or the client has left while requests waited
+            return  # a refusal was sent last; or the client has left while requests waited
         if data.endswith(_END_OF_HEAD) and not data.startswith(_CONTINUE):
             self._head = data
         else:
             self._transport.write(data)
 
     def flush(self) -> None:
-        """Sends a head that waits."""
+        """Sends a waiting head."""
         head, self._head = self._head, b""
         if head and not self._transport.is_closing():
             self._transport.write(head)
 
     def write_eof(self) -> None:
-        """Ends this half of the connection: bytes that are written later are not sent."""
+        """Ends sending: bytes that are written later are not sent."""
         self.flush()
         self._has_ended = True
         self._transport.write_eof()
 
     def close(self) -> None:
-        """Closes the transport when all is sent."""
+        """Closes the transport when all bytes are sent."""
         self.flush()
         self._transport.close()

@@ -1,7 +1,7 @@
-"""The device of a service: a few programs of fixed shapes, compiled before the first request.
+"""A predictor on the device: programs of a few fixed shapes, compiled before any request.
 
-The bits of an answer depend on the shape that its batch is given, and on nothing else: not on
-the other rows of the batch, and not on the row's place in it.
+The bits of an answer depend only on the row and on the shape that is chosen for its batch: not
+on the other rows of the batch, nor on the row's position in it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from sparsejax.predictors.runtime import (
 )
 from sparsejax.sparse import CSR, host_rows
 
-# Defaults. A CPU has programs of no more rows than this, which take 17 ms, and one for
-# a single row of so many entries. A GPU's program takes as long for up to 128 rows as
-# for one, and its compiler takes seconds for each: there, none for 8 rows unless that
-# is the most.
+# Defaults. On a CPU, programs have at most this many rows, which take 17 ms, and one program
+# has a single row with this many entries. A GPU's program takes as long for up to 128 rows as
+# for one, and its compilation takes seconds: no default program there has 8 rows, unless that
+# is the largest number.
 _MOST_ROWS, _LONG_ROW = 64, 1024
-# Programs of up to so many rows take as long as that of one row. On a CPU each row costs.
+# Programs with at most this many rows take as long as with one. On a CPU each row takes time.
 _ALIKE, _ALIKE_ON_GPU = {"cpu": 1}, 128
-# An event of JAX's monitoring: the items in int8 did not prove the answer of a batch.
+# An event of JAX's monitoring: `coarse_top_k` had to compute all scores for a batch.
 WHOLE_PASS = "/sparsejax/whole_pass"
 
 
 class TooLargeError(ValueError):
-    """A row has more entries than any shape has room for."""
+    """A row has more entries than any shape can hold."""
 
 
 class Shape(NamedTuple):
-    """The rows of a program, and its room for entries of each input and of excluded items."""
+    """A program's number of rows, and its capacity for entries of each input and of exclusions."""
 
     rows: int
     entries: int
@@ -52,10 +52,10 @@ class Shape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Reads `8x512`.
+        """Parses a text such as `8x512`.
 
         Raises:
-          ValueError: it is something else.
+          ValueError: the text has another form.
         """
         found = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text)
         if not found:
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
 
 
 def check_shapes(shapes: Iterable[Shape], known: Iterable[int]) -> None:
-    """Raises ValueError if a predictor with programs of these rows has none for a shape."""
+    """Raises ValueError unless each shape's number of rows is among the `known` ones."""
     known = sorted(known)
     for shape in shapes:
         if shape.rows not in known:
@@ -76,7 +76,7 @@ def check_shapes(shapes: Iterable[Shape], known: Iterable[int]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Size:
-    """How much a program must hold.
+    """The size of a batch, which a program must hold.
 
     Attributes:
       rows: number of rows.
@@ -91,13 +91,13 @@ class Size:
         return Size(self.rows + other.rows, tuple(a + b for a, b in pairs))
 
     def fits(self, shape: Shape) -> bool:
-        """Whether a program of this shape holds it."""
+        """Whether a program of this shape can hold the batch."""
         most = max(self.entries, default=0)
         return self.rows <= shape.rows and most <= shape.entries
 
 
 def shapes_of(predictor: Predictor, shapes: Iterable[Shape] = ()) -> tuple[Shape, ...]:
-    """The given shapes, or the default ones if none are given; small ones first."""
+    """The given shapes, by default those for the device; sorted by size."""
     return tuple(sorted({*shapes} or _default_shapes(predictor)))
 
 
@@ -114,13 +114,13 @@ def _default_shapes(predictor: Predictor) -> set[Shape]:
 
 
 class Engine:
-    """The programs of a predictor, compiled for a few shapes and for no other.
+    """The programs of a predictor, compiled only for a few shapes.
 
     Attributes:
       predictor: the predictor whose programs it runs.
-      shapes: shapes for which the programs are compiled, small ones first.
-      queues: whether a batch may be started before the one before it is done. On a GPU half of
-        its time is the host's, which starts its kernels.
+      shapes: shapes for which the programs are compiled, sorted by size.
+      queues: whether a batch may be started before the last one is done. On a GPU the host
+        needs half of the time of a batch to start its kernels.
     """
 
     def __init__(
@@ -130,18 +130,18 @@ class Engine:
         *,
         programs: Programs | None = None,
     ):
-        """Compiles and runs each shape once.
+        """Compiles and runs the program of each shape once.
 
         Args:
           predictor: the predictor to serve.
-          shapes: shapes to compile for. By default those for rows of usual length, on a
-            CPU for up to 64 of them, and one for a single row of 1,024 entries.
-          programs: programs in place of those for all items. Of the shapes those with the
-            fewest rows are compiled, and the smallest with the most entries.
+          shapes: shapes to compile. By default shapes for rows of usual length, on a
+            CPU with up to 64 rows, and one shape for a single row of 1,024 entries.
+          programs: programs that replace those for all items. Only the shapes with the
+            fewest rows are compiled, and the smallest shape with the most entries.
 
         Raises:
-          ValueError: the predictor has no program of so many rows, gives NaN for an empty one, or
-            gives another answer than its file has for an example.
+          ValueError: the predictor has no program with a shape's rows, gives NaN for an empty
+            row, or gives another answer to its file's example than the file has.
         """
         self.predictor = predictor
         self.queues = jax.default_backend() != "cpu"
@@ -150,14 +150,14 @@ class Engine:
         self.shapes = shapes_of(predictor, shapes)
         if programs is not None:
             self._programs, least = programs, self.shapes[0].rows
-            # No request is refused that another shape has room for.
+            # The widest shape is kept, so that each request that fits another shape is accepted.
             widest = max(self.shapes, key=lambda each: (each.entries, -each.rows))
             kept = (
                 each for each in self.shapes if each.rows == least or each == widest
             )
             self.shapes = tuple(kept)
         check_shapes(self.shapes, self._programs.by_rows)
-        # A GPU's compiler takes seconds for each. It works outside of Python's lock.
+        # A GPU's compiler takes seconds for each program. It runs without Python's lock.
         with concurrent.futures.ThreadPoolExecutor() as pool:
             found = pool.map(lambda shape: self._programs.compiled(*shape), self.shapes)
             self._compiled = dict(zip(self.shapes, found, strict=True))
@@ -181,18 +181,18 @@ class Engine:
             self._check_answer()
 
     def _check_answer(self) -> None:
-        """Raises ValueError if the example of the predictor's file has another answer now."""
+        """Raises ValueError if the answer to the example in the predictor's file has changed."""
         stored = self.predictor.answer
-        # Changes of tables are not in the file.
+        # The answer in the file is without later changes of tables.
         if stored is None or self.predictor.taken.last is not None:
             return
         given = stored.rows(self._programs.inputs)
         shape = self.shape_for(self.size_of(given))
-        if shape is not None:  # else no request of this size is answered, either
+        if shape is not None:  # otherwise no request of this size is answered
             stored.check(self.run(shape, self.packed(shape, [given])))
 
     def size_of(self, given: Sequence[Rows]) -> Size:
-        """The size of some rows, as the predictor's `rows_of_...` makes them."""
+        """The size of rows, which were made by the predictor's `rows_of_...`."""
         like, first = self._programs.inputs[0], given[0]
         rows = len(first) if isinstance(first, np.ndarray) else len(first.indptr) - 1
         entries = (len(g.indices) for g in given if not isinstance(g, np.ndarray))
@@ -203,17 +203,17 @@ class Engine:
         return next((shape for shape in self.shapes if size.fits(shape)), None)
 
     def is_filled(self, shape: Shape, rows: int) -> bool:
-        """Whether these rows are worth a program: half as many as it has, or it costs no more."""
+        """Whether rows fill half of a shape, or a smaller shape would take as long."""
         return 2 * rows >= shape.rows or shape.rows <= self._alike
 
     def pieces(self, given: Sequence[Rows]) -> list[tuple[Size, Sequence[Rows]]]:
-        """The rows of a request in as many parts as `Predictor.recommend` would make of it.
+        """Divides a request's rows into the parts that `Predictor.recommend` would make.
 
-        On a GPU there are fewer, where a program takes no longer than one of fewer rows. Parts
-        with more entries than usual are divided further, until a shape holds them.
+        On a GPU there are fewer parts, as small programs take equally long. A part that no shape
+        can hold is divided further.
 
         Raises:
-          TooLargeError: no shape holds one of the rows.
+          TooLargeError: no shape can hold one of the rows.
         """
         size = self.size_of(given)
         if not size.rows:
@@ -248,34 +248,34 @@ class Engine:
         return [each for half in halves for each in self._divided(given, size, *half)]
 
     def packed(self, shape: Shape, parts: Sequence[Sequence[Rows]]) -> Any:
-        """The argument of a program from all parts of a batch, on the host."""
+        """Joins all parts of a batch to the argument of a program, on the host."""
         joined: dict[tuple[int, ...], Rows] = {}
         inputs = []
         for each in zip(*parts, strict=True):
-            same = tuple(map(id, each))  # what a row has is mostly what it excludes
+            same = tuple(map(id, each))  # a row's entries are often its exclusions, too
             if same not in joined:
                 joined[same] = _joined(each)
             inputs.append(joined[same])
         return in_one_array(self._programs.arguments(shape.rows, inputs, shape.entries))
 
     def started(self, shape: Shape, packed: Any) -> Any:
-        """The outputs for a batch that was packed, as one array. Does not wait for them."""
+        """Starts the program for a packed batch; returns its output array without waiting."""
         return self._compiled[shape](packed)
 
     def fetched(self, shape: Shape, outputs: Any) -> list[np.ndarray]:
-        """The outputs that `started` gave, on the host. Waits for them."""
+        """Waits for the outputs that `started` returned, and copies them to the host."""
         found = apart(jax.device_get(outputs), self._outputs[shape])
         if self._programs.tells_of_passes and found.pop():
             jax.monitoring.record_event(WHOLE_PASS)
         return found
 
     def run(self, shape: Shape, packed: Any) -> list[np.ndarray]:
-        """The outputs for a batch that was packed. Waits for them."""
+        """The outputs for a packed batch, on the host; waits for them."""
         return self.fetched(shape, self.started(shape, packed))
 
 
 def _rows(given: Rows, bags: int, start: int, end: int) -> Rows:
-    """Some rows of an input."""
+    """The rows from `start` to `end` of an input."""
     if isinstance(given, np.ndarray):
         return given[start:end]
     if isinstance(given, CSR):
@@ -287,7 +287,7 @@ def _rows(given: Rows, bags: int, start: int, end: int) -> Rows:
 
 
 def _joined(parts: Sequence[Any]) -> Rows:
-    """One input of several requests. Entries without values have the value 1."""
+    """Joins one input of several requests. Missing values are 1."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], np.ndarray):

@@ -1,4 +1,4 @@
-"""Items that nobody is recommended, such as those sold out: a file that is read again and again."""
+"""Items that are never recommended, such as sold-out ones, listed in a file that is polled."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.runtime import Programs
 from sparsejax.serving.logs import log
 
-_SECONDS = 1.0  # between looks
+_SECONDS = 1.0  # between polls
 
 
 class Excluded:
-    """The items of a file, a name on each line, which no version recommends.
+    """The items in a file, with a name on each line, which no version recommends.
 
-    Names that a model does not know are counted in a line of the log, for each version. The
-    file may be empty. It is read again when it has changed.
+    Names that a model does not know are counted in a log line for each version. The
+    file may be empty. It is read again when it changes.
 
     Attributes:
       path: path of the file.
@@ -34,11 +34,11 @@ class Excluded:
         """Reads the file.
 
         Raises:
-          DataError: it holds no text.
-          OSError: it cannot be read.
+          DataError: the file is no text.
+          OSError: the file cannot be read.
         """
         self.path = path
-        self._lock = threading.Lock()  # of which names count, and of whom they are told
+        self._lock = threading.Lock()  # protects names and programs
         self._told: weakref.WeakKeyDictionary[Programs, Names] = (
             weakref.WeakKeyDictionary()
         )
@@ -46,10 +46,10 @@ class Excluded:
         self._facts, self._names = self._read()
 
     def denying(self, predictor: Predictor) -> Predictor:
-        """The predictor with programs that can exclude items; see `tell`.
+        """Replaces the predictor's programs by programs that can exclude items; see `tell`.
 
         Raises:
-          ValueError: it has none such.
+          ValueError: the predictor has no such programs.
         """
         if not predictor.signature.ranks_items:
             raise ValueError(
@@ -65,21 +65,21 @@ class Excluded:
         return dataclasses.replace(predictor, model=model)
 
     def tell(self, programs: Programs, names: Names) -> None:
-        """Lets programs leave the items out, from now on as the file changes.
+        """Makes programs exclude the items, also when the file changes later.
 
         Args:
-          programs: programs that `denying` made, or similar ones of them.
+          programs: programs that `denying` made, or programs for similar items of that model.
           names: names of the programs' items.
 
         Raises:
-          ValueError: no item is left.
+          ValueError: all items are excluded.
         """
         with self._lock:
             programs.deny(self._denied(names))
             self._told[programs] = names
 
     def look(self) -> None:
-        """Reads the file if it has changed. If it cannot be read, its last content counts."""
+        """Reads the file if it has changed. If that fails, its last content still applies."""
         try:
             with self._lock:
                 if self._state() == self._facts and not self._is_bad:
@@ -96,31 +96,31 @@ class Excluded:
                     programs.deny(denied)
                 self._facts, self._is_bad = facts, False
         except (DataError, OSError, ValueError) as error:
-            if not self._is_bad:  # once, not in each look
+            if not self._is_bad:  # logged once, not at each poll
                 log("exclude", result="failed", error=str(error)[:500])
             self._is_bad = True
             return
         log("exclude", result="loaded", names=len(self._names))
 
     async def watch(self) -> None:
-        """Looks again and again, until it is cancelled."""
+        """Polls the file until the task is cancelled."""
         while True:
             await asyncio.sleep(_SECONDS)
             await asyncio.to_thread(self.look)
 
     def _state(self) -> tuple[int, ...]:
-        """Size, time of change and inode of the file, which differ when it has changed."""
+        """Size, modification time and inode of the file, which show that it has changed."""
         facts = os.stat(self.path)
         return facts.st_size, facts.st_mtime_ns, facts.st_ino
 
     def _read(self) -> tuple[tuple[int, ...], np.ndarray]:
-        """The state before the file was read, and the names in it."""
+        """The state of the file before it was read, and the names in it."""
         state = self._state()
         lines = lines_of(self.path) if state[0] else []
         return state, as_names(dict.fromkeys(lines))
 
     def _denied(self, names: Names) -> np.ndarray:
-        """The ids of the items."""
+        """The ids of the excluded items in `names`."""
         return denied_items(
             len(names), names, exclude_items=self._names, tell=_log_unknown
         )

@@ -1,4 +1,4 @@
-"""The protocol over gRPC: the same rows and the same answers as over HTTP."""
+"""The Open Inference Protocol over gRPC: rows and answers are as over HTTP."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 _MANY = 2**31 - 1
-# Calls of one connection at once, as many as a server of HTTP/2 should allow (RFC 9113, 6.5.2).
-# They bound its messages that still arrive, which are not counted before they are whole.
+# Concurrent calls on one connection, as many as an HTTP/2 server should allow (RFC 9113, 6.5.2).
+# This limits messages that are still arriving, which are counted only when complete.
 _CALLS = 100
-_LOOK = 0.5  # seconds between two looks of who watches the health
+_LOOK = 0.5  # seconds between two checks for clients that watch the health
 _SERVICE = "inference.GRPCInferenceService"
 _METHODS = (
     *("ServerLive", "ServerReady", "ModelReady"),
     *("ServerMetadata", "ModelMetadata", "ModelInfer"),
 )
-# The field of a message that has numbers of a type.
+# The field of a message that contains numbers of each type.
 _FIELDS = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
@@ -49,16 +49,16 @@ _FIELDS = {
 
 
 def server(service: Service) -> grpc.aio.Server:
-    """A server that answers for a service. It has no port yet, and is not started."""
+    """A gRPC server that answers requests for a service. It has no port and is not started."""
     most = service.settings.limits.body
     options = [
         ("grpc.max_receive_message_length", most),
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", _CALLS),
-        # It refuses calls by chance near the bound, which no metric and no log would tell.
+        # It would refuse calls at random near the bound, without a metric or a log line.
         ("grpc.http.overload_protection", 0),
-        # Beyond these gRPC cancels calls by itself, which no metric and no line of the log
-        # would tell. They are refused here, see `Service.begin`.
+        # Beyond these gRPC would cancel calls itself, without a metric or a log line.
+        # They are refused here, see `Service.begin`.
         ("grpc.server.max_pending_requests", _MANY),
         ("grpc.server.max_pending_requests_hard_limit", _MANY),
     ]
@@ -78,7 +78,7 @@ def server(service: Service) -> grpc.aio.Server:
 
 
 def _health(service: Service) -> grpc.GenericRpcHandler:
-    """gRPC's standard health service, which probes and load balancers ask."""
+    """gRPC's standard health service, which probes and load balancers call."""
     statuses = health_pb2.HealthCheckResponse
 
     def status(request: Any) -> Any:
@@ -101,7 +101,7 @@ def _health(service: Service) -> grpc.GenericRpcHandler:
             found = statuses.SERVICE_UNKNOWN if found is None else found
             if found != last:
                 yield statuses(status=found)
-            if service.draining:  # else this call would hold up the end
+            if service.draining:  # otherwise this call would delay the end
                 return
             last = found
             await asyncio.sleep(_LOOK)
@@ -124,7 +124,7 @@ def _health(service: Service) -> grpc.GenericRpcHandler:
 
 
 def _parser(kind: Any) -> Callable[[bytes], Any]:
-    """A function that reads a message. If there is none, it gives a refusal."""
+    """A function that parses a message. For invalid bytes it returns a refusal."""
 
     def parse(data: bytes) -> Any:
         try:
@@ -136,7 +136,7 @@ def _parser(kind: Any) -> Callable[[bytes], Any]:
 
 
 def _of_whole_messages(method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
-    """A method that is called with valid messages only; invalid bytes get a refusal."""
+    """Wraps a method so that it gets valid messages only; invalid bytes are refused."""
 
     async def answered(request: Any, context: Any) -> Any:
         if isinstance(request, RefusedError):
@@ -147,10 +147,10 @@ def _of_whole_messages(method: Callable[..., Awaitable[Any]]) -> Callable[..., A
 
 
 def read(request: Any, limits: Limits, missing: bool = False) -> Asked:
-    """Reads an inference request. `missing`, a number may be NaN, which stands for a missing one.
+    """Reads an inference request. If `missing`, a number may be NaN: a missing value.
 
     Raises:
-      RefusedError: it cannot be read, or is too large.
+      RefusedError: the request is invalid or too large.
     """
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
@@ -167,7 +167,7 @@ def read(request: Any, limits: Limits, missing: bool = False) -> Asked:
         tensors[tensor.name] = tensor
     wanted = {output.name: bool(raw) for output in request.outputs} or None
     parameters = _parameters(request.parameters)
-    parameters.pop("binary_data_output", None)  # here the inputs decide
+    parameters.pop("binary_data_output", None)  # outputs have the form of the inputs
     return Asked(request.id or None, parameters, tensors, wanted, bool(raw))
 
 
@@ -203,7 +203,7 @@ def _tensor(given: Any, raw: bytes | None, limits: Limits, missing: bool) -> Ten
 
 
 def write(asked: Asked, model: str, version: str, outputs: list[Tensor]) -> Any:
-    """The message of an answer."""
+    """Makes the message of an answer."""
     answer = messages.ModelInferResponse(
         model_name=model, model_version=version, id=asked.id or ""
     )
@@ -226,7 +226,7 @@ def write(asked: Asked, model: str, version: str, outputs: list[Tensor]) -> Any:
 
 
 class _Answers:
-    """The methods of the protocol, by its names."""
+    """The protocol's methods, by their names in the protocol."""
 
     def __init__(self, service: Service):
         self._service = service
@@ -279,7 +279,7 @@ class _Answers:
             facts = {"rows": found.rows, "model": found.model, "version": found.version}
         except RefusedError as error:
             refused = error
-        except Exception as error:  # noqa: BLE001 - a bug, which the log has
+        except Exception as error:  # noqa: BLE001 - a bug, which is logged
             logs.error(identity, error)
             text = f"the service failed; its log says why at request {identity}"
             refused = RefusedError(500, text)

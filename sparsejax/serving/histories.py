@@ -1,4 +1,4 @@
-"""Items that users had before, from a saved data set: so a request need not have them."""
+"""Earlier items of users, from a saved data set, so that requests need not have them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from sparsejax.data.files.opening import DataError
 
 
 class Histories:
-    """The rows of a saved data set, by their names, in memory.
+    """The rows of a saved data set, by name, in memory.
 
     Attributes:
       path: path of the file.
       ordered: whether the items of a row have an order.
-      features: the names of its items.
+      features: names of the items.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         """Reads a file that `save` of a `SparseDataset` or a `SequenceDataset` wrote.
 
         Raises:
-          DataError: it is missing, is another file, or is damaged.
+          DataError: the file is missing or damaged, or is no such data set.
         """
         with stored.one_file(path).open() as file:
             form = stored.form_of(file.schema_arrow)
@@ -55,18 +55,18 @@ class Histories:
         return self._times is not None
 
     def __contains__(self, user: str) -> bool:
-        """Whether there is a row of this name."""
+        """Whether there is a row with this name."""
         return user in self._rows
 
     def of(
         self, user: str, known: np.ndarray, *, most: int | None, once: bool
     ) -> tuple[list[str], np.ndarray | None, np.ndarray | None]:
-        """The items of a row by name, their values and their times; none if it is unknown.
+        """The items of a row by name, their values and their times; empty for an unknown row.
 
         Args:
-          user: the name of the row.
-          known: for each of `features` whether it is wanted.
-          most: the largest number of different items; earlier ones are cut off. None keeps all.
+          user: name of the row.
+          known: for each of `features`, whether it is wanted.
+          most: the largest number of different items; the earliest are omitted. None keeps all.
           once: whether only the last occurrence of each item is kept.
         """
         row = self._rows.get(user)
@@ -74,7 +74,7 @@ class Histories:
         part = slice(*ends)
         places = np.flatnonzero(known[self._indices[part]]) + ends[0]
         if once or (most is not None and len(places) > most):
-            # The last place of each item, counted from the end.
+            # The last position of each item, counted from the end.
             _, last = np.unique(self._indices[places][::-1], return_index=True)
             last.sort()
             if once:

@@ -1,7 +1,7 @@
-"""Lines of JSON on stderr. They never contain the content of a request.
+"""JSON lines on stderr. They never contain the content of a request.
 
-A thread writes them. So a service goes on if nobody reads the pipe of its log: then the lines
-that have no room in memory are dropped, and counted.
+A thread writes them. So a service continues even if nobody reads the pipe of its log: then
+lines that do not fit in memory are dropped and counted.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ import orjson
 
 _TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
-# New ids follow a random one. To draw each would ask the kernel.
+# New ids count up from a random one. Drawing each id would be a system call.
 _NEW = itertools.count(secrets.randbits(64))
 
 _MOMENT = (
     0.05  # seconds in which lines of requests are collected, to be written together
 )
-_MOST = 2**23  # bytes that wait
+_MOST = 2**23  # most bytes of lines that wait
 
 
 class _Writer:
-    """The thread that writes lines, and those that wait for it.
+    """The thread that writes lines, and the lines that wait.
 
     Attributes:
-      dropped: number of lines for which there was no room.
+      dropped: number of lines that were dropped, as they did not fit in memory.
     """
 
     def __init__(self):
         self.dropped = 0
-        self._told = 0  # of the dropped ones
+        self._told = 0  # number of dropped lines that was logged
         self._lines: collections.deque[bytes] = collections.deque()
-        self._size = 0  # bytes of these and of those that are being written
+        self._size = 0  # bytes of waiting lines and of those that are being written
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_urgent = self._is_stuck = False
 
     def add(self, line: bytes, *, urgent: bool) -> None:
-        """Lets a line be written: soon, or at once."""
+        """Queues a line, to be written soon, or at once if it is urgent."""
         with self._changed:
             if self._size + len(line) > _MOST:
                 self.dropped += 1
@@ -67,7 +67,7 @@ class _Writer:
                 self._changed.notify_all()
 
     def flush(self, seconds: float) -> None:
-        """Waits until all is written, if somebody reads it."""
+        """Waits for at most `seconds` until all lines are written."""
         with self._changed:
             self._is_urgent = True
             self._changed.notify_all()
@@ -95,11 +95,11 @@ class _Writer:
 
 
 def _write(text: bytes) -> None:
-    # Not by `sys.stderr`, whose lock would be held as long as nobody reads.
-    with contextlib.suppress(OSError, ValueError):  # whoever read the log is gone
+    # Not by `sys.stderr`, whose lock would be held while the pipe is full.
+    with contextlib.suppress(OSError, ValueError):  # the reader of the log is gone
         try:
             file = sys.stderr.fileno()
-        except (AttributeError, OSError):  # it is no file, as in a notebook
+        except (AttributeError, OSError):  # `sys.stderr` is no file, as in a notebook
             sys.stderr.write(text.decode())
             return
         while text:
@@ -110,17 +110,17 @@ _writer = _Writer()
 
 
 def dropped() -> int:
-    """The number of lines that were not written, as nobody read those before."""
+    """The number of lines that were dropped because nobody read the log."""
     return _writer.dropped
 
 
 def flush(seconds: float = 1.0) -> None:
-    """Waits some seconds at most until all lines are written."""
+    """Waits for at most `seconds` until all lines are written."""
     _writer.flush(seconds)
 
 
 def log(event: str, **facts: Any) -> None:
-    """Writes a line, after those of requests before."""
+    """Writes a line at once, after the waiting lines of requests."""
     _writer.add(_line(event, facts), urgent=True)
 
 
@@ -130,7 +130,7 @@ def _line(event: str, facts: dict[str, Any]) -> bytes:
 
 
 def request_id(given: str) -> str:
-    """The id of a request: the one that its client gave, or a new one."""
+    """The id of a request: the id that its client gave, otherwise a new id."""
     return given if _ID.fullmatch(given) else f"{next(_NEW) % 2**64:016x}"
 
 
@@ -145,19 +145,19 @@ def request(
     model: str | None = None,
     version: str | None = None,
 ) -> None:
-    """Writes that a request was answered or refused, a moment later.
+    """Logs that a request was answered or refused, with a short delay.
 
-    So the lines of many requests are one call into the system.
+    So the lines of many requests are written in one system call.
 
     Args:
       protocol: protocol of the request.
       identity: identifier of the request, as `request_id` makes it.
       trace: identifier of the client's trace.
-      code: the status of the answer.
-      rows: number of its rows.
+      code: status of the answer.
+      rows: number of rows of the request.
       seconds: time that the request took.
-      model: name of the model that answered, if one did.
-      version: version of the model.
+      model: name of the model that answered, or None.
+      version: version of the model, or None.
     """
     facts: dict[str, Any] = {"protocol": protocol}
     facts["milliseconds"] = round(1e3 * seconds, 3)
@@ -170,5 +170,5 @@ def request(
 
 
 def error(identity: str, error: Exception) -> None:
-    """Writes a bug that a request has met."""
+    """Logs a bug that occurred in a request."""
     log("error", request_id=identity, error=traceback.format_exception(error))

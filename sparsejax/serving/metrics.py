@@ -1,4 +1,4 @@
-"""Numbers of a service, as Prometheus reads them."""
+"""Metrics of a service, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class Metrics:
-    """Counts of one service."""
+    """Counters and histograms of one service."""
 
     def __init__(self):
         self._registry = registry = CollectorRegistry()
@@ -32,7 +32,7 @@ class Metrics:
             ["protocol", "code"],
             registry=registry,
         )
-        # The counts of protocols and statuses that came; to find one again takes longer.
+        # Counters of the protocols and statuses so far; looking them up by label takes longer.
         self._of_kind: dict[tuple[str, int], Counter] = {}
         self._seconds = histogram("request_seconds", "Of requests, whole", _SECONDS)
         self._queue = histogram("queue_seconds", "Waiting for a batch", _SECONDS)
@@ -88,7 +88,7 @@ class Metrics:
         jax.monitoring.register_event_listener(self._happened)
 
     def close(self) -> None:
-        """Counts no further compilations and passes."""
+        """Stops counting compilations and full passes, which are events of the whole process."""
         jax.monitoring.unregister_event_duration_listener(self._compiled)
         jax.monitoring.unregister_event_listener(self._happened)
 
@@ -101,7 +101,7 @@ class Metrics:
             self._whole_passes.inc()
 
     def request(self, protocol: str, code: int, seconds: float) -> None:
-        """Counts a request that was answered, or refused."""
+        """Counts a request that was answered or refused."""
         count = self._of_kind.get((protocol, code))
         if count is None:
             count = self._of_kind[protocol, code] = self._requests.labels(
@@ -120,31 +120,31 @@ class Metrics:
         self._entries.observe(batch.entries)
 
     def unknown(self, names: int) -> None:
-        """Counts unknown names."""
+        """Counts names that the model does not know."""
         self._unknown.inc(names)
 
     def strangers(self, users: int) -> None:
-        """Counts users that the saved histories do not have."""
+        """Counts users without saved history."""
         self._strangers.inc(users)
 
     def reload(self, result: str) -> None:
-        """Counts a version that was loaded, or could not be."""
+        """Counts an attempt to load a version, by its result."""
         self._reloads.labels(result).inc()
 
     def changes(self, result: str) -> None:
-        """Counts changes that were taken, or could not be."""
+        """Counts an attempt to apply changes, by its result."""
         self._changes.labels(result).inc()
 
     def change(self, number: int) -> None:
-        """States the number of the last changes that were taken."""
+        """Sets the number of the last changes that were applied."""
         self._change.set(number)
 
     def serving(self, model: str, version: str | None) -> None:
-        """States the version that serves."""
+        """Sets the version that serves."""
         self._model.clear()
         if version is not None:
             self._model.labels(model, version).set(1)
 
     def text(self) -> bytes:
-        """All numbers in Prometheus' form."""
+        """All metrics in Prometheus' text format."""
         return prometheus_client.generate_latest(self._registry)

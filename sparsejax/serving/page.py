@@ -1,6 +1,6 @@
-"""The page for a person at `/`: health, versions, and a form that asks.
+"""The HTML page at `/`: health, versions, and a form for predictions.
 
-It asks by the protocol alone. Text from the service is shown as text, never as HTML.
+The page only uses the protocol. Text from the service is shown as text, never as HTML.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Mapping, Sequence
 
 from starlette.responses import Response
 
-# A page is read as a whole, so it does not carry the titles of millions of items.
+# A browser loads the whole page, so it must not have the titles of millions of items.
 _MOST_BYTES = 2**23
 
 
 def page(models: Sequence[str], titles: Mapping[str, str] | None = None) -> Response:
-    """The page.
+    """The response with the HTML page.
 
     Args:
-      models: their names.
-      titles: text to show beside the names of items.
+      models: names of the models.
+      titles: text to show next to the names of items.
 
     Raises:
       ValueError: the titles take more than 8 MiB.
     """
-    # In JSON within HTML, `<` could end the element.
+    # In JSON inside HTML, `<` could end the element.
     data = json.dumps(dict(titles or {}), ensure_ascii=False).replace("<", "\\u003c")
     if len(data.encode()) > _MOST_BYTES:
         raise ValueError(
@@ -39,12 +39,12 @@ def page(models: Sequence[str], titles: Mapping[str, str] | None = None) -> Resp
     script = (folder / "page.js").read_text()
     text = (folder / "page.html").read_text()
     options = "".join(f"<option>{html.escape(name)}</option>" for name in models)
-    # The script last, so that a name cannot stand for it.
+    # The script is inserted last, so that a model's name cannot be replaced by it.
     text = text.replace("@MODELS@", options.replace("@", "&#64;"))
     text = text.replace("@SCRIPT@", script)
     text = text.replace("@TITLES@", data)
     style = text.partition("<style>")[2].partition("</style>")[0]
-    # Only this script and this style count, and only this service is asked.
+    # Only this script and this style may run, and only this service may be called.
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -1,6 +1,6 @@
 """The Open Inference Protocol, version 2: JSON and binary tensors, as names and arrays.
 
-A request is read here whole and checked, before anything is computed for it.
+A request is read and checked completely before anything is computed for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import orjson
 
 from sparsejax.data.files.name_index import EncodedNames, NameTable
 
-# The protocol's numbers, as NumPy has them.
+# NumPy's dtypes for the protocol's numbers.
 NUMBERS = {
     "BOOL": "bool",
     **{f"INT{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
@@ -30,11 +30,11 @@ _LENGTH = struct.Struct("<I")
 
 
 class RefusedError(Exception):
-    """A request that is not answered. The message says what a request should have.
+    """A request is not answered. The message says what a request should have.
 
     Attributes:
-      status: status of HTTP.
-      retry_after: seconds after which it may come again, or None.
+      status: HTTP status.
+      retry_after: seconds after which the client may try again, or None.
     """
 
     def __init__(self, status: int, message: str, *, retry_after: int | None = None):
@@ -47,10 +47,10 @@ class Limits:
     """The largest requests that a service takes.
 
     Attributes:
-      body: bytes of a request.
-      rows: number of rows of a request.
-      names: number of names of a row, known or not.
-      name: bytes of a name.
+      body: most bytes of a request.
+      rows: most rows of a request.
+      names: most names in a row, known or unknown.
+      name: most bytes of a name.
     """
 
     body: int = 2**23
@@ -60,13 +60,13 @@ class Limits:
 
 
 class Vocabulary:
-    """The names from which the names in an answer are chosen, also as binary data.
+    """Names from which the names in an answer are taken, as text or as binary data.
 
     Args:
       table: table of the names.
 
     Attributes:
-      index: index in which names are found.
+      index: index from a name to its id.
     """
 
     def __init__(self, table: NameTable):
@@ -74,22 +74,22 @@ class Vocabulary:
         self.index = table.index
 
     def texts(self, ids: np.ndarray) -> list[str]:
-        """The names of some places; for -1 an empty name."""
+        """The names of some ids; -1 is an empty name."""
         if (ids >= 0).all():
             return self._names[ids].tolist()
         return np.where(ids >= 0, self._names[ids], "").tolist()
 
     def prefixed(self, ids: np.ndarray) -> bytes:
-        """The same names as binary data: each after its length as four bytes."""
+        """The names of some ids as binary data: each follows its length in four bytes."""
         return self.index.prefixed(ids)
 
 
 class Chosen(NamedTuple):
-    """Names of a vocabulary, as an answer has them.
+    """Names in an answer, given by their ids.
 
     Attributes:
       vocabulary: all names.
-      ids: the places of the chosen names; -1 is an empty name.
+      ids: ids of the chosen names; -1 is an empty name.
     """
 
     vocabulary: Vocabulary
@@ -99,7 +99,7 @@ class Chosen(NamedTuple):
 class Tensor(NamedTuple):
     """A named array of a request or an answer.
 
-    Data of BYTES are a flat sequence of text in a request, and `Chosen` in an answer.
+    Data with the datatype BYTES are a flat sequence of text in a request, `Chosen` in an answer.
     """
 
     name: str
@@ -109,14 +109,14 @@ class Tensor(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A request.
+    """A request after it was read.
 
     Attributes:
       id: identifier that the answer repeats; or None.
       parameters: parameters of the whole request.
       tensors: tensors of the request, by name.
-      outputs: for each output that is wanted, whether it is binary; None for all.
-      binary: whether outputs are binary that do not say so themselves.
+      outputs: for each wanted output, whether it is binary; None for all outputs.
+      binary: whether outputs are binary by default.
     """
 
     id: str | None
@@ -132,18 +132,18 @@ def read(
     """Reads the body of an inference request.
 
     Args:
-      body: JSON, and binary data after it.
+      body: JSON, followed by binary data.
       header: value of the HTTP header `Inference-Header-Content-Length`: bytes of the
         JSON.
       limits: largest sizes of requests.
       missing: whether an element may be null. A tensor with one has a list as data.
 
     Raises:
-      RefusedError: it is something else, or too large.
+      RefusedError: the body is invalid or too large.
     """
     text, rest = body, memoryview(b"")
     if header is not None:
-        # Python reads no numbers of thousands of digits.
+        # Python cannot parse numbers with thousands of digits.
         is_number = header.isascii() and header.isdigit() and len(header) < 20
         if not (is_number and int(header) <= len(body)):
             raise RefusedError(
@@ -174,7 +174,7 @@ def read(
     binary = parameters.pop("binary_data_output", False)
     binary = _expect(binary, bool, "parameters.binary_data_output")
     outputs = None
-    # No list, null and an empty list ask for all outputs, as over gRPC.
+    # A missing list, null and an empty list all mean all outputs, as over gRPC.
     if (stated := request.get("outputs")) not in (None, []):
         outputs = dict(_outputs(_expect(stated, list, "outputs"), binary))
     identity = None if asked is None else _expect(asked, str, "id")
@@ -196,16 +196,16 @@ def _outputs(outputs: list, binary: bool) -> Iterator[tuple[str, bool]]:
 
 
 def _parameters(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The parameters of a request or a tensor; see `said`."""
+    """The parameters of a request or a tensor, filtered by `said`."""
     stated = given.get("parameters")
     return said({} if stated is None else _expect(stated, dict, where))
 
 
 def said(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a request without those that say nothing here.
+    """The parameters of a request without those that have no meaning here.
 
     Clients of MLServer and Seldon write null for parameters that they do not set, and
-    state in `content_type` and `headers` how their own side encodes data.
+    put their own encoding of data into `content_type` and `headers`.
     """
     return {
         name: each
@@ -228,7 +228,7 @@ def _expect(value: Any, kind: type, what: str) -> Any:
 def _tensor(
     given: dict, where: str, rest: memoryview, limits: Limits, missing: bool
 ) -> tuple[Tensor, memoryview]:
-    """An input, and the binary data after it."""
+    """Reads an input; returns it, and the binary data that follows its own."""
     name = _expect(given.get("name"), str, f"{where}.name")
     where = f"the input {name[:80]!r}"
     datatype = _expect(given.get("datatype"), str, f"{where}: datatype")
@@ -271,10 +271,10 @@ def _tensor(
 
 
 def checked_shape(shape: Sequence[Any], where: str) -> tuple[int, ...]:
-    """A shape of one or two dimensions.
+    """Checks that a shape has one or two dimensions.
 
     Raises:
-      RefusedError: it is something else.
+      RefusedError: the shape has another form.
     """
     are_sizes = all(type(size) is int and 0 <= size < 2**31 for size in shape)
     if not are_sizes or not 1 <= len(shape) <= _MOST_DIMENSIONS:
@@ -285,7 +285,7 @@ def checked_shape(shape: Sequence[Any], where: str) -> tuple[int, ...]:
 
 
 def check_count(data: Any, shape: tuple[int, ...], where: str) -> None:
-    """Raises RefusedError unless there are as many elements as a shape says."""
+    """Raises RefusedError unless the data has as many elements as the shape."""
     if len(data) != math.prod(shape):
         raise RefusedError(
             422,
@@ -295,7 +295,7 @@ def check_count(data: Any, shape: tuple[int, ...], where: str) -> None:
 
 
 def _flat(data: Any, shape: tuple[int, ...], where: str) -> Sequence[Any]:
-    """The elements of JSON data, which may be nested as the shape is."""
+    """The elements of JSON data, which may be flat or nested like the shape."""
     rows = _expect(data, list, f"{where}: data")
     if len(shape) == 1 or not rows or not isinstance(rows[0], list):
         return rows
@@ -308,13 +308,13 @@ def _flat(data: Any, shape: tuple[int, ...], where: str) -> Sequence[Any]:
 
 
 def texts(flat: Sequence[Any], where: str, limits: Limits) -> list[str]:
-    """Text of a JSON list; see `Limits.name`."""
+    """Checks that a JSON list has text within `Limits.name`, and returns it."""
     for text in flat:
         if type(text) is not str:
             raise RefusedError(
                 422, f"{where}: elements of BYTES must be text, got {text!r:.40}"
             )
-        # A character has at most four bytes.
+        # UTF-8 has at most four bytes for a character.
         if 4 * len(text) > limits.name and len(text.encode()) > limits.name:
             _refuse_name(len(text.encode()), where, limits)
     return [*flat]
@@ -329,10 +329,10 @@ def _refuse_name(count: int, where: str, limits: Limits) -> None:
 def numbers(
     flat: Sequence[Any], datatype: str, where: str, missing: bool = False
 ) -> np.ndarray:
-    """Numbers of a list.
+    """Converts a list to an array of numbers.
 
     Raises:
-      RefusedError: one cannot be of this type, or is not finite.
+      RefusedError: an element does not fit the datatype, or is not finite.
     """
     kind = np.dtype(NUMBERS[datatype])
     allowed = {"b": {bool}, "f": {int, float}}.get(kind.kind, {int})
@@ -350,16 +350,16 @@ def numbers(
 
 
 def finite(given: np.ndarray, where: str, missing: bool = False) -> np.ndarray:
-    """The same numbers. `missing`, they may be NaN, which stands for a missing one.
+    """Checks that numbers are finite. If `missing`, they may be NaN: a missing number.
 
     Raises:
-      RefusedError: one is no finite float32.
+      RefusedError: a number is not finite in float32.
     """
     most = 0
     if given.dtype.kind == "f":
         sizes = np.abs(given)
         most = np.fmax.reduce(sizes, initial=0) if missing else sizes.max(initial=0)
-    if not most <= np.finfo(np.float32).max:  # NaN is not below, either
+    if not most <= np.finfo(np.float32).max:  # also true for NaN
         raise RefusedError(
             422, f"{where}: numbers must be finite, and within those of float32"
         )
@@ -369,10 +369,10 @@ def finite(given: np.ndarray, where: str, missing: bool = False) -> np.ndarray:
 def of_bytes(
     data: memoryview, datatype: str, where: str, limits: Limits, missing: bool = False
 ) -> Any:
-    """The elements of binary data. `missing`, NaN stands for a missing number.
+    """The elements of binary data. If `missing`, NaN stands for a missing number.
 
     Raises:
-      RefusedError: they are not whole, no UTF-8, not finite, or too long.
+      RefusedError: the data are incomplete, not UTF-8, not finite, or too long.
     """
     if datatype == "BYTES":
         found = _encoded(bytes(data))
@@ -392,16 +392,16 @@ def of_bytes(
 
 
 def _encoded(data: bytes) -> EncodedNames | None:
-    """The texts of `_prefixed`, if all of them have less than 256 bytes; else None.
+    """The texts of `_prefixed`, if each has fewer than 256 bytes and no fault; otherwise None.
 
-    This is many times as fast, and finds no faults: the other function names them.
+    This is many times as fast. `_prefixed` describes the faults.
     """
     if not data:
         nothing = np.empty(0, np.int64)
         return EncodedNames(data, nothing, nothing)
     every = np.frombuffer(data, np.uint8)
     is_zero = every == 0
-    # Few names have a zero in UTF-8, so three of them belong to a length.
+    # Names rarely have zero bytes in UTF-8, so three successive ones are part of a length.
     at = np.flatnonzero(is_zero[1:-2] & is_zero[2:-1] & is_zero[3:])
     after = at + _LENGTH.size + every[at]
     if len(at) and not (after[:-1] == at[1:]).all():
@@ -411,7 +411,7 @@ def _encoded(data: bytes) -> EncodedNames | None:
         return None
     if not data.isascii():
         texts = every.copy()
-        texts[at[:, None] + np.arange(_LENGTH.size)] = 0  # which ends a character
+        texts[at[:, None] + np.arange(_LENGTH.size)] = 0  # separates the texts
         try:
             texts.tobytes().decode()
         except UnicodeDecodeError:
@@ -420,25 +420,25 @@ def _encoded(data: bytes) -> EncodedNames | None:
 
 
 def _reached(at: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Marks the places that are reached from the first one by following the lengths.
+    """Marks the positions that are reached from the first one by following the lengths.
 
     Args:
-      at: places, which ascend.
-      after: place to which each of them leads, if that is one of them.
+      at: positions, ascending.
+      after: for each position, the position that follows it by its length.
     """
     step = np.searchsorted(at, after)
     is_place = at[np.minimum(step, len(at) - 1)] == after
     step = np.append(np.where(is_place, step, len(at)), len(at))
     reached = np.zeros(len(step), bool)
     reached[0] = True
-    for _ in range(len(step).bit_length()):  # the steps become twice as long each time
+    for _ in range(len(step).bit_length()):  # the length of steps doubles each time
         reached[step[reached]] = True
         step = step[step]
     return reached[:-1]
 
 
 def _prefixed(data: memoryview, where: str, limits: Limits) -> Iterator[str]:
-    """Texts, each after its length as four bytes."""
+    """Yields texts that each follow their length in four bytes."""
     at = 0
     while at < len(data):
         if at + _LENGTH.size > len(data):
@@ -456,10 +456,10 @@ def _prefixed(data: memoryview, where: str, limits: Limits) -> Iterator[str]:
 
 
 def of_utf8(name: bytes, where: str) -> str:
-    """The text of a name.
+    """Decodes a name.
 
     Raises:
-      RefusedError: it is not in UTF-8.
+      RefusedError: the name is not UTF-8.
     """
     try:
         return name.decode()
@@ -472,7 +472,7 @@ def of_utf8(name: bytes, where: str) -> str:
 def write(
     asked: Asked, model: str, version: str, outputs: Sequence[Tensor]
 ) -> tuple[bytes, int | None]:
-    """The body of an answer, and the bytes of its JSON if something binary follows."""
+    """The body of an answer, and the bytes of its JSON if binary data follow (else None)."""
     shown, parts = [], []
     for output in outputs:
         facts: dict[str, Any] = {
@@ -499,21 +499,21 @@ def write(
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """The elements of a tensor as binary data."""
+    """The elements of a tensor as the protocol's binary data."""
     if isinstance(tensor.data, Chosen):
         return tensor.data.vocabulary.prefixed(tensor.data.ids)
     return np.ascontiguousarray(tensor.data).tobytes()
 
 
 def plain(tensor: Tensor) -> Any:
-    """The elements of an answer's tensor: an array, or a list of text."""
+    """The elements of an answer's tensor: an array, or a list of texts."""
     if isinstance(tensor.data, Chosen):
         return tensor.data.vocabulary.texts(tensor.data.ids)
     return tensor.data
 
 
 def wanted(asked: Asked, outputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """The outputs that a request wants."""
+    """The outputs that a request wants, in order."""
     if asked.outputs is None:
         return [*outputs.values()]
     return [outputs[name] for name in asked.outputs]

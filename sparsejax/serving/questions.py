@@ -1,23 +1,23 @@
 """Converts tensors to rows of a predictor, and the results of its programs to tensors.
 
-Inputs and outputs by names, for each kind of predictor::
+Inputs by name, for each kind of predictor::
 
-    items, histories    items BYTES [n], a row; with lengths INT32 [rows] several rows, one
-                        after the other; or [rows, n], filled up with ""
-                        values FP32, of items; times FP64, of histories: as items are
-                        exclude BYTES, as items are, with exclude_lengths
-                        candidates BYTES, the only items that are ranked, also so
-                        events/NAME, of histories, for each column of events that the model
-                        reads: FP32, or BYTES for categories, as items are; or BYTES [n, m]
-                        for lists of categories of the n items, filled up with ""
-                        context/NAME [rows], columns that are known of the event to come
-                        users/NAME [rows], columns of the users; a missing one is looked up by
-                        users BYTES [rows], before whose items comes what they had
-    stages              as items or histories without candidates, and a tensor for each column,
-                        [rows], or [1] if all rows have the same
+    items, histories    items BYTES [n], one row; with lengths INT32 [rows] several rows,
+                        concatenated; or [rows, n], padded with ""
+                        values FP32, for items; times FP64, for histories: in the shape of items
+                        exclude BYTES, in the form of items, with exclude_lengths
+                        candidates BYTES, the only items to rank, in the form of items
+                        events/NAME, for histories, for each column of events that the model
+                        reads: FP32, or BYTES for categories, in the form of items; or
+                        BYTES [n, m] for lists of categories of the n items, padded with ""
+                        context/NAME [rows], columns that are known of the next event
+                        users/NAME [rows], columns of users; a missing one is looked up by
+                        users BYTES [rows], whose earlier items are put before the row's items
+    stages              as for items or histories, without candidates; and a tensor for each
+                        column, [rows], or [1] for all rows
     similar             items BYTES [n]: a row for each of them
-    clicks              a tensor [n] for each column of the schema, or [1] if all rows have
-                        the same; lists of categories are [n, m], filled up with ""
+    clicks              a tensor [n] for each column of the schema, or [1] for all
+                        rows; lists of categories are [n, m], padded with ""
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ from sparsejax.serving.protocol import (
 
 _INTEGERS = {name for name, kind in NUMBERS.items() if np.dtype(kind).kind in "iu"}
 _REALS = NUMBERS.keys() - {"BOOL"}
-_STRANGERS = "unknown_users"  # an output
-# Scores of places that no item fills, in an answer with rows of one length.
+_STRANGERS = "unknown_users"  # name of an output
+# Score at ranks without an item, in an answer whose rows have one length.
 _NO_SCORE = np.finfo(np.float32).min
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A request as rows.
+    """A request, converted to rows.
 
     Attributes:
-      given: the rows, as the programs take them.
-      num_rows: number of them.
-      unknown: for each row how many of its names are unknown.
-      k: items for each row; of clicks the rows that are wanted, 0 for all.
+      given: the rows in the form of the programs' inputs.
+      num_rows: number of rows.
+      unknown: for each row, the number of its unknown names.
+      k: number of items for each row; for clicks the number of best rows, 0 for all.
       padded: whether all rows of the answer have one length.
-      only: whether the last of the rows names the items that are ranked.
-      strangers: for each row 1 if the histories do not know its user; None without histories.
+      only: whether the last of the rows names the items to rank.
+      strangers: for each row 1 if the histories lack its user; None without histories.
     """
 
     given: Sequence[Rows]
@@ -84,11 +84,11 @@ class Question:
 
 @runtime_checkable
 class Form(Protocol):
-    """The questions of one kind of predictor, and its answers.
+    """The inputs and outputs of requests to one kind of predictor.
 
     Attributes:
-      inputs: their names, datatypes and shapes.
-      outputs: their names, datatypes and shapes.
+      inputs: names, datatypes and shapes of the inputs.
+      outputs: names, datatypes and shapes of the outputs.
       takes_missing: whether an element of an input may be missing.
     """
 
@@ -97,15 +97,15 @@ class Form(Protocol):
     takes_missing: bool
 
     def question(self, asked: Asked, limits: Limits) -> Question:
-        """The rows of a request.
+        """Converts a request to rows.
 
         Raises:
-          RefusedError: the service cannot be asked these tensors.
+          RefusedError: the tensors do not fit this predictor.
         """
         ...
 
     def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
-        """The outputs by their names."""
+        """Converts an answer to the outputs, by name."""
         ...
 
 
@@ -115,18 +115,18 @@ def form_of(
     room: int | None = None,
     user_features: str | None = None,
 ) -> Form:
-    """How a predictor is asked.
+    """The form of requests to a predictor.
 
     Args:
-      predictor: the predictor that is asked.
+      predictor: the predictor.
       histories: earlier items of users, or None.
       room: most entries of a row, to which the earlier items of a user are cut; None
         cuts nothing.
-      user_features: a file with the columns of users, or None.
+      user_features: file with the columns of users, or None.
 
     Raises:
       DataError: the columns of users cannot be read.
-      ValueError: it cannot be asked by names, or has no use for these histories or columns.
+      ValueError: the predictor has no names, or cannot use these histories or columns.
     """
     if user_features is not None and getattr(predictor.model, "users", None) is None:
         raise ValueError(
@@ -142,7 +142,7 @@ def form_of(
 
 
 def _check_known(given: Mapping[str, Any], known: Sequence[str], what: str) -> None:
-    """Raises RefusedError if there is a name that is not known."""
+    """Raises RefusedError if a name is unknown."""
     if unknown := [name for name in given if name not in known]:
         shown = ", ".join(known) if known else "none"
         raise RefusedError(
@@ -173,7 +173,7 @@ class _Ranked:
         self.names = Vocabulary(self._model.table) if names is None else names
 
     def _k(self, asked: Asked) -> int:
-        """How many items a request wants for each row."""
+        """The number of items that a request wants for each row."""
         k = asked.parameters.get("k", self._predictor.k)
         if type(k) is not int or not 1 <= k <= self._predictor.k:
             raise RefusedError(
@@ -184,7 +184,7 @@ class _Ranked:
         return k
 
     def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
-        """The outputs by their names."""
+        """Converts the best items of each row to the outputs, by name."""
         ids, *figures = (array[:, : question.k] for array in answer)
         is_item = ids >= 0
         lengths = is_item.sum(axis=1, dtype=np.int32)
@@ -193,7 +193,7 @@ class _Ranked:
             figures = [np.where(is_item, x, _NO_SCORE).ravel() for x in figures]
             ids = ids.ravel()
         else:
-            if is_item.all():  # as mostly; that takes a tenth of the time
+            if is_item.all():  # the usual case, in a tenth of the time
                 ids, *figures = (x.ravel() for x in (ids, *figures))
             else:
                 ids, *figures = (x[is_item] for x in (ids, *figures))
@@ -225,10 +225,10 @@ class Lists(_Ranked):
         room: int | None = None,
         user_features: str | None = None,
     ):
-        """Looks whether the predictor can be asked by names; see `form_of`.
+        """Checks that the predictor can take names; see `form_of`.
 
         Raises:
-          ValueError: it cannot, or not about users of these histories.
+          ValueError: it cannot, or it cannot use these histories or columns.
         """
         # Without rows, as nothing need be known of a user or of an event to come.
         times = [] if predictor.model.reads_times else None
@@ -242,7 +242,7 @@ class Lists(_Ranked):
         if histories is not None:
             self._check_histories(histories)
             known = find_names(histories.features, predictor.items)
-            self._known = known >= 0  # of the histories' items, by the model
+            self._known = known >= 0  # items of the histories that the model knows
         self._users: Events | None = getattr(self._model, "users", None)
         self._people: tuple[Events, Places] | None = None
         if user_features is not None:
@@ -255,14 +255,14 @@ class Lists(_Ranked):
         if self._beside:
             kinds[self._beside] = {"values": "FP32", "times": "FP64"}[self._beside]
         self._lists = ["exclude", "candidates"]
-        if predictor.signature.layer is None:  # the programs rank all items themselves
+        if predictor.signature.layer is None:  # the programs always rank all items
             self._lists.remove("candidates")
         for name in self._lists:
             kinds |= {name: "BYTES", f"{name}_lengths": "INT32"}
         self._columns: list[str] = []
         if (requests := getattr(self._model, "requests", None)) is not None:
             self._columns = requests.columns
-            _ = requests.reader  # made now, and not for the first request
+            _ = requests.reader  # made now, so that the first request is not delayed
             numbers = set() if requests.schema is None else {*requests.schema.dense}
             kinds |= {n: "FP32" if n in numbers else "BYTES" for n in self._columns}
         self._events: Events | None = getattr(self._model, "events", None)
@@ -272,7 +272,7 @@ class Lists(_Ranked):
         self.takes_missing = bool(self._columns or self._beside_items)
 
     def question(self, asked: Asked, limits: Limits) -> Question:
-        """The rows of a request."""
+        """Converts lists of names to rows."""
         tensors = asked.tensors
         _check_known(tensors, [each.name for each in self.inputs], "input")
         _check_known(asked.parameters, ["k", "exclude_seen", "timeout"], "parameter")
@@ -315,7 +315,7 @@ class Lists(_Ranked):
         return Question(given, rows, unknown, k, padded, only is not None, strangers)
 
     def _strangers(self, users: Tensor | None, rows: int) -> np.ndarray | None:
-        """For each row 1 if nothing knows its user; None without histories and users."""
+        """For each row 1 if its user is unknown; None without histories and columns of users."""
         if self._histories is None and self._people is None:
             return None
         found = np.zeros(rows, np.int32)
@@ -330,7 +330,7 @@ class Lists(_Ranked):
     def _further_columns(
         self, tensors: Mapping[str, Tensor], rows: int, limits: Limits
     ) -> dict[str, Any]:
-        """The columns of a request to two stages."""
+        """The columns in a request to a predictor with two stages."""
         found = {}
         for name in self._columns:
             if (tensor := tensors.get(name)) is None:
@@ -353,7 +353,7 @@ class Lists(_Ranked):
         indptr: np.ndarray,
         limits: Limits,
     ) -> NameLists:
-        """Further names of each row."""
+        """The further names of each row, such as exclusions, in the tensor `name`."""
         given = tensors[name]
         found = _indptr(given, tensors.get(f"{name}_lengths"), limits)
         if len(found) != len(indptr):
@@ -365,7 +365,7 @@ class Lists(_Ranked):
         return self._lists_of(given, found)[0]
 
     def _lists_of(self, items: Tensor, indptr: np.ndarray) -> tuple[NameLists, Any]:
-        """The names of each row, without those that fill it up; and where they are."""
+        """The names of each row without padding; and the indices of these names in the tensor."""
         names, kept = items.data, slice(None)
         if len(items.shape) == 2:
             if isinstance(names, EncodedNames):
@@ -404,10 +404,10 @@ class Lists(_Ranked):
         beside: Any,
         further: NameLists | None,
     ) -> tuple[NameLists, list[np.ndarray] | None]:
-        """The items that users had, and after them those of a request; values or times of both.
+        """Puts the earlier items of users before the items of a request, with values or times.
 
-        A value in the request counts, not the value that the same item had before. If a
-        user had many items, the last ones that fit are taken, beside those of the
+        A value in the request replaces the user's earlier value of the same item. If a
+        user had many items, the latest ones are taken that fit beside those of the
         request and the `further` excluded ones.
         """
         stored = self._histories
@@ -433,7 +433,7 @@ class Lists(_Ranked):
                 before = before[~again]
             now = np.ones(len(own)) if beside is None else beside[row]
             if what == "times" and beside is None:
-                now = now[:0]  # a time for each name is missing, which is said
+                now = now[:0]  # times are missing, which is reported later
             names += [*had, *own]
             ends.append(len(names))
             numbers.append(np.concatenate([before, now]))
@@ -442,14 +442,14 @@ class Lists(_Ranked):
 
 
 class Similar(_Ranked):
-    """Items like given items, which are asked by name: a row for each."""
+    """Items that are similar to given items: each given item makes a row."""
 
     def __init__(self, predictor: Predictor, names: Vocabulary):
         super().__init__(predictor, names)
         self.inputs = [Tensor("items", "BYTES", (-1,), None)]
 
     def question(self, asked: Asked, limits: Limits) -> Question:
-        """The rows of a request."""
+        """Converts names to rows."""
         _check_known(asked.tensors, ["items"], "input")
         _check_known(asked.parameters, ["k", "timeout"], "parameter")
         items = asked.tensors.get("items")
@@ -461,7 +461,7 @@ class Similar(_Ranked):
         return Question(given, len(items.data), unknown, self._k(asked))
 
     def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
-        """The outputs by their names. An unknown item has no items like it."""
+        """Converts an answer to the outputs, by name. An unknown item has no similar items."""
         ids, scores = answer
         assert question.unknown is not None
         ids = np.where(question.unknown[:, None], -1, ids)
@@ -469,7 +469,7 @@ class Similar(_Ranked):
 
 
 def _column_inputs(events: Events | None, users: Events | None) -> dict[str, str]:
-    """The inputs for columns of events and of users, and their datatypes."""
+    """The inputs for columns of events and of users, with their datatypes."""
     found = {}
     for begin, columns in ((EVENTS, events), (CONTEXT, events), (USERS, users)):
         if columns is not None:
@@ -481,7 +481,7 @@ def _column_inputs(events: Events | None, users: Events | None) -> dict[str, str
 
 
 def _check_whole(tensors: Mapping[str, Tensor]) -> None:
-    """Raises RefusedError where an element is missing."""
+    """Raises RefusedError if an element of a tensor is missing."""
     for name, tensor in tensors.items():
         if isinstance(tensor.data, list) and None in tensor.data:
             raise RefusedError(422, f"an element of the input {name!r} is null")
@@ -490,7 +490,7 @@ def _check_whole(tensors: Mapping[str, Tensor]) -> None:
 def _items_and_users(
     tensors: Mapping[str, Tensor], limits: Limits
 ) -> tuple[Tensor, np.ndarray, Tensor | None]:
-    """The items of a request, where each row begins and ends, and the users of the rows."""
+    """The items of a request, the offsets of its rows, and the users of the rows."""
     users = tensors.get("users")
     if users is not None:
         _check_type(users, {"BYTES"}, "BYTES")
@@ -513,7 +513,7 @@ def _items_and_users(
 
 
 def _exclude_seen(asked: Asked) -> bool:
-    """Whether items of a row are not recommended to it."""
+    """Whether the items of a row are excluded from its recommendations."""
     seen = asked.parameters.get("exclude_seen", True)
     if not isinstance(seen, bool):
         raise RefusedError(422, f"exclude_seen must be true or false, got {seen!r:.40}")
@@ -521,7 +521,7 @@ def _exclude_seen(asked: Asked) -> bool:
 
 
 def _of_items(beside: Tensor, items: Tensor) -> np.ndarray:
-    """The numbers beside the items of a request."""
+    """The numbers in a tensor that has one for each item of the request."""
     _check_type(beside, _REALS, "FP32 or FP64")
     if beside.shape != items.shape:
         raise RefusedError(
@@ -539,7 +539,7 @@ def _columns_of(
     kept: Any,
     rows: int,
 ) -> dict[str, Any]:
-    """The cells of columns of users, and of events whose items do not fill up rows."""
+    """The cells of columns of users, and of columns of events without padding."""
     found: dict[str, Any] = {}
     for name, datatype in inputs.items():
         if (tensor := tensors.get(name)) is None:
@@ -570,7 +570,7 @@ def _columns_of(
 
 
 def _indptr(items: Tensor, lengths: Tensor | None, limits: Limits) -> np.ndarray:
-    """Where each row of a list of names begins and ends."""
+    """The offsets of the rows in a list of names: row r ends where row r + 1 begins."""
     _check_type(items, {"BYTES"}, "BYTES")
     total, name = len(items.data), items.name
     if len(items.shape) == 2:
@@ -617,7 +617,7 @@ def _check_names(names: int, limits: Limits) -> None:
 
 
 def _cells(tensor: Tensor) -> Any:
-    """A column of records: its numbers, its categories, or a list of these for each row."""
+    """A column of records: numbers, categories, or a list of either for each row."""
     if tensor.datatype != "BYTES":
         return tensor.data
     cells = [*tensor.data]
@@ -629,25 +629,25 @@ def _cells(tensor: Tensor) -> Any:
 
 
 def _of_all_rows(cells: Any, rows: int) -> Any:
-    """A column in which one cell may stand for all rows."""
+    """Repeats the cell of a column for all rows if there is only one cell."""
     if len(cells) == rows:
         return cells
     return cells.repeat(rows) if isinstance(cells, np.ndarray) else [*cells] * rows
 
 
 class Records:
-    """Predictors of clicks: a tensor for each column, and of several labels one for each.
+    """Predictors of clicks: a tensor for each column. Each label is an output.
 
-    The best rows of a request with k are those of the first label.
+    With k in a request, the best k rows are chosen by the first label.
     """
 
     takes_missing: bool = True
 
     def __init__(self, predictor: Predictor):
-        """Looks whether the predictor knows its columns.
+        """Checks that the predictor has its schema.
 
         Raises:
-          ValueError: it does not.
+          ValueError: the schema is missing.
         """
         self._model = predictor.model
         schema: ClickSchema | None = predictor.schema
@@ -664,7 +664,7 @@ class Records:
         self._categories, self._labels = set(schema.ids), list(schema.several)
         if "rows" in self._labels:
             raise ValueError("a label is called rows, as an output of the service is")
-        _ = self._model.reader  # made now, and not for the first request
+        _ = self._model.reader  # made now, so that the first request is not delayed
         self.outputs = [
             *(
                 Tensor(n, "FP32", (-1,), None)
@@ -674,7 +674,7 @@ class Records:
         ]
 
     def question(self, asked: Asked, limits: Limits) -> Question:
-        """The rows of a request."""
+        """Converts columns to rows."""
         names = [each.name for each in self.inputs]
         _check_known(asked.tensors, names, "input")
         _check_known(asked.parameters, ["k", "timeout"], "parameter")
@@ -712,13 +712,13 @@ class Records:
         return Question(given, count, k=k or 0)
 
     def _column(self, given: Tensor) -> Tensor:
-        """A tensor as a column. Clients of MLServer write columns of numbers as `[n, 1]`."""
+        """Makes a tensor a column. Clients of MLServer write columns of numbers as `[n, 1]`."""
         if given.name in self._categories or given.shape[1:] != (1,):
             return given
         return given._replace(shape=given.shape[:1])
 
     def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
-        """The outputs by their names: of all rows, or of the best `k` of them, best first."""
+        """Converts an answer to outputs by name: for all rows, or the best `k`, best first."""
         (logits,) = answer
         rows = np.arange(len(logits), dtype=np.int32)
         if question.k:

@@ -1,4 +1,4 @@
-"""The process of a service: its ports, its start, and its end by a signal."""
+"""The process of a service: ports, start, and end by a signal."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from sparsejax.serving.logs import flush, log
 from sparsejax.serving.service import Service, Settings
 from sparsejax.serving.versions import Versions
 
-# After SIGTERM requests are still taken until none came for so long: whoever balances the
-# load learns only after a while that this process is not ready.
+# After SIGTERM requests are answered until none came for this many seconds: a load balancer
+# notices only after a while that this process is not ready.
 _QUIET = 1.0
 _POLL = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a service listens.
+    """The addresses on which a service listens.
 
     Attributes:
-      host: its name or address.
+      host: name or address of the host.
       port: port of HTTP; 0 takes a free one.
-      grpc_port: port of gRPC, which is off if it is None.
+      grpc_port: port of gRPC; None is no gRPC.
       tls_cert: file of the certificates, or None.
-      tls_key: file of its key, or None.
-      admin: host and port of the repository extension, which is off if it is None.
+      tls_key: file of the certificate's private key, or None.
+      admin: host and port of the repository extension; None is no extension.
     """
 
     host: str = "127.0.0.1"
@@ -56,7 +56,7 @@ class Address:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without handlers for signals, which `run` has."""
+    """uvicorn without its signal handlers, since `run` sets others."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -79,20 +79,20 @@ def run(
       name: name of the model.
       settings: settings of the service.
       address: address on which it listens.
-      grace: seconds after SIGTERM in which the process ends. For up to half of them
-        requests are still taken.
-      watch: seconds between looks for a newer version in the folder; None never looks.
+      grace: seconds after SIGTERM in which the process ends. For up to half of this time
+        requests are still accepted.
+      watch: seconds between polls for a newer version in the folder; None never polls.
 
     Raises:
       OSError: the file cannot be read, or the port is taken.
-      ValueError: the file is no predictor, or it cannot be asked by names.
+      ValueError: the file is no predictor, or the predictor has no names.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(_serve(path, name, settings, address, grace, watch))
         finally:
-            flush()  # the thread that writes ends with the process
-    # A model or a change that was being loaded has come to its end by now, and said so.
+            flush()  # the thread that writes log lines ends with the process
+            # By now, a model or a change that was being loaded is finished, and logged.
     log("ended", model=name)
     flush()
 
@@ -110,21 +110,21 @@ async def _serve(
         timeout_graceful_shutdown=patience,
     )
     server = _Server(config)
-    servers = [server]  # of HTTP
+    servers = [server]  # HTTP servers
     listening = _listening(at.host, at.port)
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     told: list[signal.Signals] = []
     loading: asyncio.Future = loop.create_future()
 
     def end(number: signal.Signals) -> None:
-        # A model is not compiled to its end for a service that nobody can ask yet.
+        # Before the service is ready, the process ends without waiting for compilations.
         if told or not loading.done():
             ending.leave(number)
         log("signal", signal=number.name)
-        if told:  # the second one closes all connections
+        if told:  # the second signal closes all connections
             for each in servers:
                 each.force_exit = True
-        elif loading.done():  # a thread that waits for a disk must not hold the process
+        elif loading.done():  # a thread that waits for a disk must not delay the end
             last = threading.Timer(grace, _leave, (service,))
             last.daemon = True
             last.start()
@@ -143,7 +143,7 @@ async def _serve(
     versions = Versions(service, path) if os.path.isdir(path) else None
     administering = []
     if at.admin is not None:
-        assert versions is not None  # else it was refused
+        assert versions is not None  # otherwise the arguments were refused
         bound = _listening(*at.admin)
         ports["admin_port"] = bound.getsockname()[1]
         application = app.admin(service, versions)
@@ -153,7 +153,7 @@ async def _serve(
         administering.append(asyncio.ensure_future(admin.serve(sockets=[bound])))
     log("listening", host=at.host, model=name, **ports)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-    # The health of the process is answered while the model is loaded and compiled.
+    # Health requests are answered while the model is loaded and compiled.
     load = functools.partial(service.load, path) if versions is None else versions.first
     loading = asyncio.ensure_future(asyncio.to_thread(load))
     watching: list[asyncio.Future] = []
@@ -163,7 +163,7 @@ async def _serve(
         await asyncio.wait({loading, stopped, serving}, **first)
         if loading.done():
             loading.result()
-            # The collector of garbage does not look through these objects again and again.
+            # Later garbage collections then skip these objects.
             gc.collect()
             gc.freeze()
             log("ready", model=name, seconds=time.monotonic() - begun, **ports)
@@ -192,7 +192,7 @@ async def _serve(
 
 
 def _leave(service: Service) -> None:
-    """Ends the process without the threads that still work.
+    """Ends the process without waiting for running threads.
 
     The status is 0 if all requests were answered.
     """
@@ -203,12 +203,12 @@ def _leave(service: Service) -> None:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """The port. A taken one is an error before anything is loaded."""
+    """Binds the port, so that a port in use is an error before anything is loaded."""
     try:
         (family, *_, where), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        # :: is all that this machine has, of both families, as gRPC takes it, too.
+        # :: means all addresses of this machine, of both families, as in gRPC.
         both = where[0] == "::" and socket.has_dualstack_ipv6()
         listening = socket.create_server(
             where[:2], family=family, backlog=2048, dualstack_ipv6=both
@@ -222,7 +222,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _bound(server: grpc.aio.Server, at: Address) -> int:
-    """The port of gRPC, which the server has from now on."""
+    """Binds gRPC's port to the server, and returns its number."""
     host = f"[{at.host}]" if ":" in at.host else at.host
     where = f"{host}:{at.grpc_port}"
     try:

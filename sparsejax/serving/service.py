@@ -1,4 +1,4 @@
-"""A model that is served: its predictor, batches and limits, for every protocol."""
+"""A served model with its predictor, batches and limits, for all protocols."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ from sparsejax.serving.questions import Form, Lists, Question, Similar, form_of
 
 NAME, EXTENSIONS = "sparsejax", ["binary_tensor_data"]
 SIMILAR = "similar"  # the name of the second model
-# The device is given up after so many batches in a row that it could not run.
+# The device counts as broken after this many successive batches that it could not run.
 _FAILURES = 3
-# So many bytes are read in another thread. It takes .1 ms or more, and for most of it NumPy leaves
-# Python to other requests. Several such threads wait for Python's lock at each step.
+# Requests with this many bytes are read in another thread. Reading takes .1 ms or more, mostly
+# in NumPy without Python's lock. Several such threads wait for Python's lock at each step.
 _MANY = 4096
-_TOGETHER = 4  # such requests are put together at most
-# So many names of an answer are written there. Fewer take less than a millisecond, and to go
-# to another thread and back costs the loop as much as a tenth of that.
+_TOGETHER = 4  # most requests with fewer bytes that are batched together
+# Answers with this many names are written in another thread. Fewer take less than 1 ms, and
+# changing threads costs the loop up to a tenth of that.
 _MANY_NAMES = 8192
 
 
 class Settings(Serving):
-    """How a model is served.
+    """The settings of a service.
 
     Attributes:
       shapes: shapes for which programs are compiled, as for `Engine`.
       max_rows: number of rows that may wait for a batch; further requests are refused.
-      at_once: number of requests that are worked on at a time.
-      timeout: seconds for a request, in which it is answered or refused.
-      body_seconds: for a client to send the head of a request, and for its body.
+      at_once: most requests that are processed concurrently.
+      timeout: seconds in which a request is answered or refused.
+      body_seconds: seconds for a client to send the head of a request, and for its body.
       limits: largest sizes of a request.
-      held: bytes of the bodies of all requests that are worked on.
+      held: most bytes of the bodies of all requests that are processed.
       titles: text that the page shows beside the names of items.
     """
 
@@ -73,17 +73,17 @@ class Settings(Serving):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Version:
-    """A predictor that answers.
+    """A loaded predictor that answers requests.
 
     Attributes:
-      model: its name.
+      model: name of the model.
       name: name of the version.
       form: inputs and outputs of its requests.
       predictor: the predictor whose programs run.
-      batcher: queue of requests for the best of all items, or for clicks.
+      batcher: queue of requests that rank all items, or of clicks.
       of_candidates: queue of requests that name the items to rank; None if there are no
         such requests.
-      similar: the version of the second model; None if there is none.
+      similar: version of the model of similar items; None if there is none.
     """
 
     model: str
@@ -96,11 +96,11 @@ class Version:
 
     @property
     def failures(self) -> int:
-        """Batches in a row, of both batchers, that the device could not run."""
+        """Number of successive batches that the device could not run, in both batchers."""
         return self.batcher.failures
 
     def close(self) -> None:
-        """Returns when the requests that it has are answered; it takes no others."""
+        """Refuses further requests, and returns when all queued requests are answered."""
         self.batcher.close()
         for other in (self.of_candidates, self.similar):
             if other is not None:
@@ -108,11 +108,11 @@ class Version:
 
 
 class Answered[Written](NamedTuple):
-    """An answer.
+    """An answer to a request.
 
     Attributes:
-      content: content of the answer, as a protocol writes it.
-      rows: number of its rows.
+      content: content of the answer, in the form of a protocol.
+      rows: number of rows of the answer.
       model: name of the model that answered.
       version: version of the model.
     """
@@ -125,7 +125,7 @@ class Answered[Written](NamedTuple):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class InHand:
-    """A request that is not answered yet.
+    """A request that has not been answered yet.
 
     Attributes:
       held: bytes of its body that are in memory.
@@ -136,14 +136,14 @@ class InHand:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Request:
-    """A request in hand; see `Service.predict`.
+    """A request that is being processed; see `Service.predict`.
 
     Attributes:
-      begun: time at which it came, on the clock of `time.monotonic`.
-      seconds: number of seconds that it may take.
-      future: future that gets its answer.
-      batcher: the queue that the request is put into, as soon as it is read.
-      told: the version that answers it, its tensors, and the wanted outputs, as soon as
+      begun: time at which it arrived, on the clock of `time.monotonic`.
+      seconds: seconds that it may take.
+      future: future that receives its answer.
+      batcher: the queue for the request; None until it is read.
+      told: the version that answers it, its tensors, and its rows; None until
         it is read.
     """
 
@@ -165,16 +165,16 @@ class Service:
       settings: settings of the service.
       metrics: metrics of the service.
       draining: whether the service is about to end.
-      excluded: items that are excluded for all rows, after `prepare`; None if there is
+      excluded: items that are never recommended, set by `prepare`; None if there is
         no such file.
-      changing: the changes that come, or None.
+      changing: the source of changes to tables, or None.
     """
 
     def __init__(self, name: str, settings: Settings):
-        """Makes a service that has no version yet.
+        """Makes a service without a version.
 
         Raises:
-          ValueError: two models have one name.
+          ValueError: two models have the same name.
         """
         if settings.similar and name == SIMILAR:
             raise ValueError(
@@ -183,7 +183,7 @@ class Service:
         self.name, self.settings, self.metrics = name, settings, Metrics()
         self.draining = False
         self._version: Version | None = None
-        self._older: list[Version] = []  # the latest first
+        self._older: list[Version] = []  # the most recent first
         self._histories: Histories | None = None
         self.excluded: Excluded | None = None
         self.changing: Changing | None = None
@@ -195,7 +195,7 @@ class Service:
         self.last_request = time.monotonic()
 
     def prepare(self) -> None:
-        """Reads the earlier items of users, and the excluded items, which all versions share.
+        """Reads the earlier items of users and the excluded items, which all versions share.
 
         Raises:
           DataError: a file is missing or damaged, or it is no saved data set of rows.
@@ -207,13 +207,13 @@ class Service:
             self._histories = Histories(self.settings.histories)
 
     def made(self, path: str | os.PathLike[str], name: str) -> Version:
-        """Loads, compiles and runs a predictor. Takes seconds.
+        """Loads, compiles and runs a predictor, which takes seconds.
 
         Raises:
           OSError: the file cannot be read.
-          ValueError: it is no predictor, it cannot be asked by names, it has no vectors of
-            items where `similar` needs them, or it has no use for the histories, for
-            items to leave out or for changes. No item is left. Or see `Engine`.
+          ValueError: the file is no predictor, or the predictor has no names, no vectors of
+            items that `similar` needs, or no use for histories, excluded
+            items or changes. All items are excluded. Or see `Engine`.
         """
         predictor = load_predictor(path)
         if self.excluded is not None:
@@ -238,8 +238,8 @@ class Service:
         def engine(programs: Programs | None = None) -> Engine:
             return Engine(predictor, shapes, programs=programs)
 
-        # All that may fail comes first: a batcher has threads, which hold the weights. The
-        # answer in the file is of its weights alone, so all that changes them comes later.
+        # Batchers come last, since their threads would keep the weights if something failed. The
+        # answer in the file is for its weights, so `engine()` checks it before tables are changed.
         of_all, of_candidates, of_similar = engine(), None, None
         tell(own)
         if self.changing is not None:
@@ -267,20 +267,20 @@ class Service:
             candidates = None if of_candidates is None else batcher(of_candidates)
             similar = None
             if of_similar is not None:
-                assert isinstance(form, Lists)  # of clicks there is no layer
+                assert isinstance(form, Lists)  # models of clicks have no layer
                 like = Similar(predictor, form.names)
                 similar = Version(SIMILAR, name, like, predictor, batcher(of_similar))
             version = Version(
                 self.name, name, form, predictor, batcher(of_all), candidates, similar
             )
-            made.pop_all()  # from now on the version closes them
+            made.pop_all()  # the version closes the batchers from now on
             return version
 
     def swap(self, version: Version) -> list[Version]:
-        """Lets a version answer from now on, and gives those that do not any more.
+        """Makes a version serve from now on; returns the versions that no longer answer.
 
-        Whoever calls it in the thread of the requests, and closes the other versions after
-        that, loses no request.
+        No request is lost if the caller runs in the thread of the requests, and closes the
+        returned versions afterwards.
         """
         before = [] if self._version is None else [self._version]
         before += self._older
@@ -293,25 +293,25 @@ class Service:
     def drop(self, versions: Collection[Version]) -> list[Version]:
         """Removes old versions and returns those it removed.
 
-        See `swap` for the code that closes them. The version that serves stays.
+        The caller closes the returned versions, see `swap`. The version that serves stays.
         """
         gone = [each for each in self._older if each in versions]
         self._older = [each for each in self._older if each not in gone]
         return gone
 
     def unload(self) -> list[Version]:
-        """Removes all versions and returns them; see `swap` for the code that closes them."""
+        """Removes all versions and returns them. The caller closes them, see `swap`."""
         before, self._version, self._older = self._versions, None, []
         self.metrics.serving(self.name, None)
         return before
 
     def load(self, path: str | os.PathLike[str], name: str = "1") -> None:
-        """Lets a predictor answer that is the first one; see `prepare` and `made`."""
+        """Loads a first predictor and makes it serve; see `prepare` and `made`."""
         self.prepare()
         self.swap(self.made(path, name))
 
     def close(self) -> None:
-        """Answers waiting requests, and takes no further ones."""
+        """Answers waiting requests, and refuses further ones."""
         self.draining = True
         for version in self._versions:
             version.close()
@@ -320,7 +320,7 @@ class Service:
 
     @property
     def _versions(self) -> list[Version]:
-        """All that answer, the one that serves first."""
+        """All versions that answer, the version that serves first."""
         return [*([] if self._version is None else [self._version]), *self._older]
 
     @property
@@ -331,27 +331,27 @@ class Service:
 
     @property
     def in_hand(self) -> int:
-        """Requests that are not answered yet."""
+        """The number of requests that are not answered yet."""
         return self._in_hand
 
     @property
     def is_live(self) -> bool:
-        """Whether the device runs batches."""
+        """Whether the device can run batches."""
         version = self._version
         return version is None or version.failures < _FAILURES
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are answered, and further ones should come."""
+        """Whether requests are answered, and clients should send more."""
         return self._version is not None and not self.draining and self.is_live
 
     @property
     def models(self) -> list[str]:
-        """The names of the models, of which the first one is its own."""
+        """The names of the models; the first one is the service's own name."""
         return [self.name, *[SIMILAR] * self.settings.similar]
 
     def check_name(self, model: str) -> None:
-        """Raises RefusedError unless this is a model of the service."""
+        """Raises RefusedError unless the service has a model of this name."""
         if model not in self.models:
             shown = " and ".join(map(repr, self.models))
             raise RefusedError(
@@ -359,10 +359,10 @@ class Service:
             )
 
     def version(self, model: str, number: str | None) -> Version:
-        """The version of a model that answers.
+        """The version that answers requests for a model and version number.
 
         Raises:
-          RefusedError: there is none.
+          RefusedError: there is no such version.
         """
         self.check_name(model)
         if self._version is None:
@@ -377,12 +377,12 @@ class Service:
         )
 
     def about(self) -> dict[str, Any]:
-        """The metadata of the server, as the protocol states them."""
+        """The metadata of the server, in the protocol's form."""
         version = sparsejax.__version__
         return {"name": NAME, "version": version, "extensions": EXTENSIONS}
 
     def about_model(self, version: Version) -> dict[str, Any]:
-        """The metadata of a model, as the protocol states them."""
+        """The metadata of a model, in the protocol's form."""
         both = {"inputs": version.form.inputs, "outputs": version.form.outputs}
         return {
             "name": version.model,
@@ -407,19 +407,19 @@ class Service:
         size: int = 0,
         seconds: float | None = None,
     ) -> Answered[Written]:
-        """An answer as a protocol writes it.
+        """Answers a request in the form of a protocol.
 
-        Cancelled, it costs no device time any more.
+        If the call is cancelled, the request's rows are not computed.
 
         Args:
-          model: name of the model that is asked.
-          number: number of the version, or None for the one that serves.
+          model: name of the requested model.
+          number: number of the version, or None for the version that serves.
           read: function that reads the request.
-          write: function that makes the answer from the request, the model's name, the
-            version's, and outputs.
-          size: bytes of the request that are read by NumPy.
-          seconds: number of seconds after which the client has no more use for an
-            answer.
+          write: function that makes the answer from the request, the names of the model and the
+            version, and the outputs.
+          size: number of bytes of the request that NumPy reads.
+          seconds: number of seconds after which the client does not use an
+            answer any more.
 
         Raises:
           RefusedError: the request cannot be answered.
@@ -466,15 +466,15 @@ class Service:
         return await loop.run_in_executor(self._others, written)
 
     def _ask_unread(self) -> None:
-        """Reads requests that wait for this thread, and puts them into a queue together.
+        """Reads small requests that wait for this thread, and queues them together.
 
-        So they are one batch, which costs as many steps of Python as a single one.
+        So they make one batch, which takes as many steps of Python as a single request.
         """
         read: list[_Request] = []
         while self._unread and len(read) < _TOGETHER:
             request = self._unread.popleft()
             with _to_its_future(request):
-                if not request.future.done():  # else the client has left
+                if not request.future.done():  # otherwise the client has left
                     self._read(request)
                     read.append(request)
         if not read:
@@ -494,11 +494,11 @@ class Service:
         asked, question = self._question(version, request.read)
         request.seconds = self._seconds(asked, request)
         batcher = version.of_candidates if question.only else version.batcher
-        assert batcher is not None  # else such a request was refused
+        assert batcher is not None  # otherwise the request was refused
         request.batcher, request.told = batcher, (version, asked, question)
 
     def _ask(self, request: _Request) -> None:
-        """Puts a request that was read into a queue. Its future gets the answer.
+        """Puts a request that was read into a queue; its future gets the answer.
 
         Raises:
           Exception: an error that `predict` or `Batcher.ask` raises.
@@ -509,7 +509,7 @@ class Service:
             try:
                 request.batcher.ask(question.given, request.future, deadline=deadline)
             except ClosedError:
-                # While its rows were made, another version may have taken the place of this.
+                # While the rows were made, another version may have replaced this one.
                 if self.version(request.model, request.number) is version:
                     raise
                 self._read(request)
@@ -523,7 +523,7 @@ class Service:
     def _question(
         self, version: Version, read: Callable[[], Asked]
     ) -> tuple[Asked, Question]:
-        """A request, and its rows."""
+        """Reads a request, and converts it to rows."""
         asked = read()
         if asked.outputs is not None:
             known = [output.name for output in version.form.outputs]
@@ -535,12 +535,12 @@ class Service:
         return asked, version.form.question(asked, self.settings.limits)
 
     def _allowed(self, seconds: float | None) -> float:
-        """The time for a request: the smaller of the client's and the service's limit."""
+        """The seconds for a request: the smaller of the client's and the service's limit."""
         allowed = self.settings.timeout
         return allowed if seconds is None else min(allowed, seconds)
 
     def _seconds(self, asked: Asked, request: _Request) -> float:
-        """The time for a request, which may say itself that it is shorter."""
+        """The seconds for a request, which may itself set a smaller limit."""
         timeout = asked.parameters.get("timeout", 0)
         if type(timeout) is not int or timeout < 0:
             raise RefusedError(
@@ -555,10 +555,10 @@ class Service:
         return own
 
     def begin(self) -> InHand:
-        """Counts a request that came, until its `end`.
+        """Counts a new request, until its `end`.
 
         Raises:
-          RefusedError: too many requests are worked on.
+          RefusedError: too many requests are being processed.
         """
         self.last_request = time.monotonic()
         if self._in_hand >= self.settings.at_once:
@@ -571,10 +571,10 @@ class Service:
         return InHand()
 
     def hold(self, request: InHand, size: int) -> None:
-        """Counts bytes of the body of a request that is worked on.
+        """Counts bytes of the body of a request that is being processed.
 
         Raises:
-          RefusedError: the bodies of all requests in hand would be too large.
+          RefusedError: the bodies of all requests would take too much memory.
         """
         if self._held + size > self.settings.held:
             raise RefusedError(
@@ -587,14 +587,14 @@ class Service:
         request.held += size
 
     def end(self, request: InHand) -> None:
-        """Counts a request that was answered."""
+        """Ends the count of a request that was answered."""
         self._in_hand -= 1
         self._held -= request.held
 
 
 @contextlib.contextmanager
 def _to_its_future(request: _Request) -> Generator[None]:
-    """Gives an error to the future of a request, by its loop."""
+    """While this context is open, an error is passed to the request's future, in its loop."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the future raises it
@@ -603,7 +603,7 @@ def _to_its_future(request: _Request) -> Generator[None]:
 
 
 def _expire(future: asyncio.Future) -> None:
-    """Ends a request whose time is over, by an error."""
+    """Sets TimeoutError as the result of a request whose time is over."""
     _fail(future, TimeoutError())
 
 

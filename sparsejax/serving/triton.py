@@ -1,11 +1,11 @@
-"""A model of NVIDIA's Triton: its Python backend runs the same engine.
+"""A model for NVIDIA's Triton: its Python backend runs the engine of the service.
 
 `export` writes a model repository. Triton then imports `TritonPythonModel` from here,
-in a process of its own, and passes it batches. A request has the names and datatypes of
-the other
-protocols, see `questions`, but always the rows as first dimension, as Triton's batches have::
+in a process of its own, and passes it batches. Requests have the names and datatypes of
+the other protocols, see `questions`, but rows are always the first dimension, as in
+Triton's batches::
 
-    items, histories    items BYTES [rows, n], filled up with ""; values, times, exclude alike
+    items, histories    items BYTES [rows, n], padded with ""; likewise values, times, exclude
     clicks              a tensor [rows, 1] for each column of the schema
 """
 
@@ -34,7 +34,7 @@ from sparsejax.whole_files import whole_folder
 
 _LIMITS = Limits()
 _CONFIG, _MODEL = "config.pbtxt", "model.py"
-# The inputs that each request has, and the outputs with several numbers a row.
+# Inputs that each request must have, and outputs with several numbers for each row.
 _NEEDED, _WIDE = {"items"}, {"items", "scores"}
 _TYPES = {"BYTES": "TYPE_STRING"}
 _SOURCE = '''"""Answers for Triton: the predictor beside this file, on the engine of sparsejax."""
@@ -52,11 +52,11 @@ def export(
     name: str,
     shapes: Sequence[Shape] = (),
 ) -> pathlib.Path:
-    """Writes a predictor into a model repository of Triton, as the next version of a model.
+    """Writes a predictor into a model repository of Triton, as a new version of a model.
 
     Args:
       path: path of the predictor's file.
-      repository: the folder of models. It is made if it does not exist.
+      repository: folder of the models. It is created if it does not exist.
       name: name of the model: its folder in the repository.
       shapes: shapes for which programs are compiled, as for `Engine`.
 
@@ -65,8 +65,8 @@ def export(
 
     Raises:
       OSError: a file cannot be read or written.
-      ValueError: the file is no predictor, it cannot be asked by names, it has no program of
-        a shape's rows, or versions of the model that exist are asked in another way.
+      ValueError: the file is no predictor, the predictor has no names or no program with
+        a shape's rows, or the model has versions with other inputs or outputs.
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
         raise ValueError(
@@ -114,7 +114,7 @@ def _config(name: str, predictor: Predictor, shapes: Sequence[Shape]) -> str:
     outputs = [
         _declared(each, wide=each.name in _WIDE)
         for each in form.outputs
-        if each.name != "rows"  # a batch has them all, in their order
+        if each.name != "rows"  # Triton's answer has all rows, in order
     ]
     parts = [
         f'name: "{name}"',
@@ -123,7 +123,7 @@ def _config(name: str, predictor: Predictor, shapes: Sequence[Shape]) -> str:
         *(f"input {{ {each}}}" for each in inputs),
         *(f"output {{ {each}}}" for each in outputs),
         "dynamic_batching { }",
-        # One process. Triton's tensors are in host memory; JAX finds the GPU by itself.
+        # One process. Triton's tensors are in host memory; JAX uses the GPU itself.
         "instance_group { kind: KIND_CPU count: 1 }",
     ]
     if shapes:
@@ -133,20 +133,20 @@ def _config(name: str, predictor: Predictor, shapes: Sequence[Shape]) -> str:
 
 
 def _inputs(form: Form) -> list[Tensor]:
-    """The inputs of lists in Triton: rows of several lengths are filled up with ""."""
+    """The inputs as Triton needs them: rows of different lengths are padded with ""."""
     others = "lengths", "candidates"
     return [each for each in form.inputs if not each.name.endswith(others)]
 
 
 def _declared(tensor: Tensor, *, wide: bool) -> str:
-    """The fields of an input or output; wide ones are `[rows, n]`, others `[rows]`."""
+    """The text of an input or output; wide ones are `[rows, n]`, others `[rows]`."""
     kind = _TYPES.get(tensor.datatype, f"TYPE_{tensor.datatype}")
     dims = "dims: [ -1 ]" if wide else "dims: [ 1 ] reshape { shape: [ ] }"
     return f"name: {json.dumps(tensor.name)} data_type: {kind} {dims} "
 
 
 class TritonPythonModel:
-    """Called by Triton's Python backend, which makes one object for a model.
+    """The class that Triton's Python backend uses, with one object for each model.
 
     See https://github.com/triton-inference-server/python_backend for the methods.
     """
@@ -162,7 +162,7 @@ class TritonPythonModel:
         self._batcher = Batcher(engine)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answers a batch of requests. A bad one fails alone."""
+        """Answers a batch of requests. An invalid request fails alone."""
         questions = [_reading(self._form, request) for request in requests]
         with self._batcher.together():
             asked = [
@@ -172,7 +172,7 @@ class TritonPythonModel:
         return [self._answered(each) for each in asked]
 
     def finalize(self) -> None:
-        """Ends the threads of the engine."""
+        """Stops the threads of the engine."""
         self._batcher.close()
 
     def _submitted(
@@ -187,7 +187,7 @@ class TritonPythonModel:
     def _answered(
         self, asked: tuple[Asked, Question, Future[Answer]] | Exception
     ) -> Any:
-        """The response to a request. Waits for it."""
+        """Waits for the answer to a request, and returns the response."""
         import triton_python_backend_utils as triton
 
         if isinstance(asked, Exception):
@@ -205,7 +205,7 @@ class TritonPythonModel:
 
 
 def _reading(form: Form, request: Any) -> tuple[Asked, Question] | RefusedError:
-    """A request of Triton as rows, or why it cannot be answered."""
+    """Converts a Triton request to rows; or returns the reason why it cannot be answered."""
     try:
         tensors = {each.name: each for each in _tensors(request, form)}
         parameters = json.loads(request.parameters() or "{}")
@@ -233,7 +233,7 @@ def _tensors(request: Any, form: Form) -> Iterator[Tensor]:
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    """An output as Triton takes it: texts are bytes in an array of objects."""
+    """Converts an output to Triton's form: texts are bytes in an array of objects."""
     if tensor.datatype == "BYTES":
         names = protocol.plain(tensor)
         data = np.array([name.encode() for name in names], np.object_)

@@ -1,8 +1,8 @@
-"""Versions of a model in a folder, and how a newer one takes the place of the one that serves.
+"""Versions of a model in a folder, and the replacement of the version that serves.
 
 ::
 
-    films/3/model.predictor     the version 3 of the model films, as Triton has it
+    films/3/model.predictor     version 3 of the model "films", in Triton's layout
 
 The version of the highest number serves.
 """
@@ -24,13 +24,13 @@ from sparsejax.serving.logs import log
 from sparsejax.serving.protocol import RefusedError
 from sparsejax.serving.service import Service, Version
 
-# A broken version is tried again after 1, 2, 4, ... looks. At most so many pass without
-# a try.
+# A broken version is tried again after 1, 2, 4, ... polls. At most this many polls pass
+# without a try.
 _MOST_PASSED = 63
 
 
 class _Found(NamedTuple):
-    """A file as it is now: a file that is replaced is another one."""
+    """A file with its state, so that a replaced file is unequal."""
 
     number: int
     path: pathlib.Path
@@ -46,7 +46,7 @@ def found_in(folder: pathlib.Path) -> list[_Found]:
         path = folder / str(number) / FILE
         try:
             facts = path.stat()
-        except OSError:  # it is being written, or being removed
+        except OSError:  # the file is being written or removed
             continue
         times = facts.st_size, facts.st_mtime_ns, facts.st_ino
         found.append(_Found(number, path, *times))
@@ -55,12 +55,12 @@ def found_in(folder: pathlib.Path) -> list[_Found]:
 
 @dataclasses.dataclass
 class _Trouble:
-    """Why a version could not be loaded.
+    """The reason why a version could not be loaded.
 
     Attributes:
-      reason: reason why the last try failed.
-      times: how often it was tried.
-      passed: number of further looks in which it is not tried.
+      reason: error of the last try.
+      times: number of tries.
+      passed: number of further polls in which it is not tried.
     """
 
     reason: str
@@ -69,23 +69,23 @@ class _Trouble:
 
 
 class Versions:
-    """The versions in a folder, of which one serves, unless all were unloaded."""
+    """The versions in a folder. One of them serves, unless all were unloaded."""
 
     def __init__(self, service: Service, folder: str | os.PathLike[str]):
         self._service, self._folder = service, pathlib.Path(folder)
         self._serves: _Found | None = None
         self._bad: dict[_Found, _Trouble] = {}
-        self._lock = asyncio.Lock()  # of what changes which version serves
+        self._lock = asyncio.Lock()  # held while the version that serves is changed
         self._begun = self._unloaded = False
-        self._is_gone = False  # the file of the version that serves
-        self._answer: dict[_Found, Version] = {}  # also those that are kept
+        self._is_gone = False  # whether the file of the version that serves was removed
+        self._answer: dict[_Found, Version] = {}  # also older ones that are kept
 
     def first(self) -> None:
         """Loads the newest version that can be loaded.
 
         Raises:
           OSError: the folder cannot be read.
-          ValueError: there is no such version; or see `Service.prepare`.
+          ValueError: no version can be loaded; or see `Service.prepare`.
         """
         self._service.prepare()
         found = found_in(self._folder)
@@ -101,19 +101,19 @@ class Versions:
         )
 
     async def look(self) -> None:
-        """Lets the newest version serve that can be loaded, unless it does already.
+        """Makes the newest version serve that can be loaded, unless it serves already.
 
-        Versions that are kept end with their files.
+        Older versions that are kept are removed when their files are.
         """
         async with self._lock:
             if not self._unloaded:
                 await self._look()
 
     async def load(self) -> None:
-        """Lets the newest version serve, and tries again to load versions that failed before.
+        """Makes the newest version serve; also tries versions that failed before.
 
         Raises:
-          RefusedError: the newest version cannot be loaded, or there is none.
+          RefusedError: the newest version cannot be loaded, or there is no version.
         """
         self._check_begun()
         async with self._lock:
@@ -128,10 +128,10 @@ class Versions:
                 raise RefusedError(400, reason)
 
     async def unload(self) -> None:
-        """Lets no version serve until `load`. Versions still answer their waiting requests.
+        """Unloads all versions until `load` is called. They answer their waiting requests first.
 
         Raises:
-          RefusedError: the first one is being loaded.
+          RefusedError: the first version is still being loaded.
         """
         self._check_begun()
         async with self._lock:
@@ -143,14 +143,14 @@ class Versions:
             raise RefusedError(503, "the first version is being loaded", retry_after=1)
 
     def index(self) -> list[dict[str, Any]]:
-        """The versions in the folder, as the protocol's repository extension states them.
+        """The versions in the folder, in the form of the protocol's repository extension.
 
         Raises:
           OSError: the folder cannot be read.
         """
         stated = []
         for each in found_in(self._folder):
-            trouble = self._bad.get(each)  # once: a look may forget it meanwhile
+            trouble = self._bad.get(each)  # once: a poll may remove it
             stated.append(
                 {
                     "name": self._service.name,
@@ -162,7 +162,7 @@ class Versions:
         return stated
 
     async def _look(self) -> list[_Found]:
-        """Lists the folder, and returns the versions that exist."""
+        """Loads the newest version if it is not loaded; returns the versions in the folder."""
         found = await asyncio.to_thread(found_in, self._folder)
         self._bad = {file: its for file, its in self._bad.items() if file in found}
         for each in found:
@@ -172,17 +172,17 @@ class Versions:
             if trouble is not None and trouble.passed > 0:
                 trouble.passed -= 1
                 continue
-            version = self._answer.get(each)  # it is kept
+            version = self._answer.get(each)  # an older version that is kept
             if version is None:
                 drains = self._service.settings.swap == "drain"
                 if drains and self._serves is not None:
                     if not await asyncio.to_thread(self._is_whole, each):
                         continue
                     await self._drain()
-                # After a failure the next one of the loop is the version of before.
+                # If loading fails, the loop goes on to the version that served before.
                 version = await asyncio.to_thread(self._loaded, each)
                 if drains:
-                    gc.freeze()  # as after the first one, see `server`
+                    gc.freeze()  # as for the first version, see `server`
             if version is not None:
                 await self._close(self._swap(each, version))
                 break
@@ -195,22 +195,22 @@ class Versions:
         return found
 
     def _tell_removed(self, found: list[_Found]) -> None:
-        """Writes a line, once, if the file of the version that serves is not there."""
+        """Logs once if the file of the version that serves was removed."""
         is_gone = self._serves is not None and self._serves not in found
         if self._serves is not None and is_gone and not self._is_gone:
             log("removed", version=str(self._serves.number), serves=True)
         self._is_gone = is_gone
 
     def _swap(self, found: _Found, version: Version) -> list[Version]:
-        """Lets a version serve, and gives those that do not answer any more."""
+        """Makes a version serve; returns the versions that no longer answer."""
         before = None if self._serves is None else str(self._serves.number)
-        if before is not None:  # it may be a higher number, whose file was removed
+        if before is not None:  # its number may be higher, if its file was removed
             log("swap", version=version.name, before=before)
         self._serves, self._answer[found] = found, version
         return self._service.swap(version)
 
     async def _close(self, versions: list[Version]) -> None:
-        """Ends versions. They still answer their waiting requests."""
+        """Closes versions after they have answered their waiting requests."""
         self._answer = {
             file: its for file, its in self._answer.items() if its not in versions
         }
@@ -218,7 +218,7 @@ class Versions:
             await asyncio.to_thread(version.close)
 
     async def _drain(self) -> None:
-        """Lets the serving version answer its waiting requests, and frees its memory."""
+        """Unloads the version that serves, after its waiting requests, to free its memory."""
         name = None if self._serves is None else str(self._serves.number)
         log("drain", version=name)
         self._serves = None
@@ -227,7 +227,7 @@ class Versions:
         gc.collect()
 
     def _loaded(self, found: _Found) -> Version | None:
-        """The version of a file; None, with a line in the log, if it cannot be loaded."""
+        """Loads the version in a file; returns None, and logs a line, if that fails."""
         name = str(found.number)
         version = self._tried(found, lambda: self._service.made(found.path, name))
         if version is not None:
@@ -237,7 +237,7 @@ class Versions:
         return version
 
     def _is_whole(self, found: _Found) -> bool:
-        """Whether a file can be loaded, as far as can be seen without the device."""
+        """Whether a file passes the checks that need no device."""
 
         def checked() -> bool:
             check_predictor(found.path)
@@ -246,15 +246,15 @@ class Versions:
         return self._tried(found, checked) is True
 
     def _tried[Made](self, found: _Found, make: Callable[[], Made]) -> Made | None:
-        """Makes an object from a file; None, with a line in the log, if that fails."""
+        """Makes an object from a file; returns None, and logs a line, if that fails."""
         name = str(found.number)
         try:
             return make()
-        # JAX raises many kinds for a file that is damaged or too large.
-        except Exception as error:  # noqa: BLE001 - the older version goes on
+        # JAX raises many types for a file that is damaged or too large.
+        except Exception as error:  # noqa: BLE001 - the older version stays
             trouble = self._bad.setdefault(found, _Trouble(""))
             trouble.reason, trouble.times = str(error)[:500], trouble.times + 1
-            # A fault of the file stays. Memory, say, may be free at the next look.
+            # Faults of the file stay. Others, such as full memory, may be gone at the next poll.
             lasts = isinstance(error, ValueError)
             passed = min(2 ** (trouble.times - 1) - 1, _MOST_PASSED)
             trouble.passed = math.inf if lasts else passed
@@ -263,10 +263,10 @@ class Versions:
             return None
 
     async def watch(self, seconds: float) -> None:
-        """Looks again and again, until it is cancelled."""
+        """Polls the folder until the task is cancelled."""
         while True:
             await asyncio.sleep(seconds)
             try:
                 await self.look()
-            except OSError as error:  # of the folder, which may come back
+            except OSError as error:  # the folder may become readable again
                 log("reload", result="failed", error=str(error))
