@@ -1,1 +1,1 @@
-"""The engine that trains and ranks all kinds of models. It knows none of them."""
+"""The engine that trains and ranks models. It contains nothing specific to one kind of model."""

@@ -1,4 +1,4 @@
-"""Batches of rows, and the room for their entries in a compiled program."""
+"""Batches of rows, and capacities for their entries in compiled programs."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from sparsejax.sparse import CSR, take_rows
 
 Array = jax.Array | np.ndarray
 
-# Matrices and arrays by the names of inputs: on the device, or with a mesh on the host.
+# Matrices and arrays by input name: on the device, or on the host if a mesh is set.
 Held = dict[str, CSR | Array]
 
 
 def bucket(count: int) -> int:
-    """The capacity to compile for, so that `count` entries fit.
+    """The capacity to compile for, so that `count` entries fit into it.
 
-    Capacities are 16, 24, 32, 40, 56, 72, 96, ...: multiples of 8, each about 1.25 times
-    the one before. So few different programs are compiled, and at most a fifth of a large
-    capacity is unused.
+    Capacities are 16, 24, 32, 40, 56, 72, 96, ...: multiples of 8, each about 1.25 times the
+    previous one. So few different programs are compiled, and at most a fifth of a large capacity
+    is unused.
     """
     size = 16
     while size < count:
@@ -41,7 +41,7 @@ def bucket(count: int) -> int:
 
 
 def close_bucket(count: int) -> int:
-    """The capacity for counts that hardly change: at most 1/32 is unused."""
+    """The capacity for a count that is nearly constant: at most 1/32 of it is unused."""
     step = max(8, 2 ** (count.bit_length() - 6))
     return max(16, -(-count // step) * step)
 
@@ -51,23 +51,23 @@ def largest_batch(lengths: Array, batches: Array) -> int:
 
     Args:
       lengths: `[rows]` entries of each row.
-      batches: `[steps, batch]` rows of each batch, filled up with -1.
+      batches: `[steps, batch]` rows of each batch, padded with -1.
     """
     if batches.size == 0 or lengths.size == 0:
         return 0
-    entries = lengths[batches] * (batches >= 0)  # -1 reads any row and counts 0
+    entries = lengths[batches] * (batches >= 0)  # -1 reads the last row, but counts 0
     return int(entries.sum(axis=-1).max())
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """Some rows of a matrix. A compiled program takes them out of it.
+    """Some rows of a matrix. A compiled program gathers them by `take`.
 
     Attributes:
-      matrix: all rows, on the device. On a mesh, the rows of the batch, in blocks.
-      rows: `[batch]`; -1 makes an empty row.
-      nse: room for the entries of the batch, or of a block of it (static).
+      matrix: all rows, on the device. On a mesh, only the rows of the batch, in blocks.
+      rows: `[batch]` row numbers; -1 is an empty row.
+      nse: capacity for the entries of the batch, or of a block of it (static).
     """
 
     matrix: SparseRows
@@ -75,7 +75,7 @@ class Batch:
     nse: int = dataclasses.field(metadata={"static": True})
 
     def take(self) -> SparseRows:
-        """`[batch, num_cols]`."""
+        """Gathers the rows of the batch, `[batch, num_cols]`."""
         if isinstance(self.matrix, ShardedCSR):
             return self.matrix
         return take_rows(self.matrix, jnp.asarray(self.rows), self.nse)
@@ -84,29 +84,30 @@ class Batch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class DenseBatch:
-    """Some rows of an array. A compiled program takes them out of it.
+    """Some rows of an array. A compiled program gathers them by `take`.
 
     Attributes:
-      array: all rows, on the device. On a mesh, the rows of the batch.
-      rows: `[batch]`; -1 takes any row. None if `array` has the rows of the batch.
+      array: all rows, on the device. On a mesh, only the rows of the batch.
+      rows: `[batch]` row numbers; -1 takes an arbitrary row. None if `array` has only the batch's
+          rows.
     """
 
     array: jax.Array
     rows: Array | None
 
     def take(self) -> jax.Array:
-        """`[batch, ...]`."""
+        """Gathers the rows of the batch, `[batch, ...]`."""
         if self.rows is None:
             return self.array
         return self.array[jnp.maximum(self.rows, 0)]
 
 
-# The inputs that a model is shown: its one input, or all by name.
+# The inputs of a model: its single input, or all inputs by name.
 Shown = Batch | Mapping[str, Batch | DenseBatch]
 
 
 def taken(shown: Shown) -> SparseRows | dict[str, SparseRows | jax.Array]:
-    """`take` of each input."""
+    """Calls `take` of each input."""
     if isinstance(shown, Batch):
         return shown.take()
     return {name: batch.take() for name, batch in shown.items()}
@@ -114,13 +115,13 @@ def taken(shown: Shown) -> SparseRows | dict[str, SparseRows | jax.Array]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batches:
-    """Rows of a matrix in batches of one size, with room for the fullest batch.
+    """Rows of a matrix in batches of equal size, with a capacity for the fullest batch.
 
     Attributes:
-      matrix: all rows, on the device; with a mesh on the host.
-      rows: `[steps, batch]` int32. -1 fills up the last batch.
-      nse: room for the entries of a batch, or of a block of a batch.
-      mesh: mesh on whose devices each batch is put, in blocks.
+      matrix: all rows, on the device; on the host if a mesh is set.
+      rows: `[steps, batch]` int32 row numbers. The last batch is padded with -1.
+      nse: capacity for the entries of a batch, or of a block of a batch.
+      mesh: mesh on whose devices the blocks of each batch are placed, or None.
     """
 
     matrix: CSR
@@ -130,7 +131,7 @@ class Batches:
 
     @classmethod
     def of(cls, matrix: CSR, rows: np.ndarray, batch_size: int) -> Batches:
-        """Batches of `rows: [n]` in their order; -1 is an empty row.
+        """Divides `rows: [n]` into batches in their order; -1 is an empty row.
 
         Args:
           matrix: matrix from `for_batches`.
@@ -155,11 +156,11 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DenseBatches:
-    """Rows of an array in batches of one size.
+    """Rows of an array in batches of equal size.
 
     Attributes:
-      array: all rows, on the device; with a mesh on the host.
-      rows: `[steps, batch]` int32. -1 fills up the last batch.
+      array: all rows, on the device; on the host if a mesh is set.
+      rows: `[steps, batch]` int32 row numbers. The last batch is padded with -1.
       mesh: mesh over whose axis "data" each batch is divided.
     """
 
@@ -169,7 +170,7 @@ class DenseBatches:
 
     @classmethod
     def of(cls, array: Array, rows: np.ndarray, batch_size: int) -> DenseBatches:
-        """The batches of these rows, see `Batches.of`."""
+        """Divides these rows into batches, see `Batches.of`."""
         mesh = current_mesh()
         return cls(array, _in_batches(rows, batch_size), mesh)
 
@@ -184,7 +185,7 @@ class DenseBatches:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedBatches:
-    """The same rows of several matrices and arrays, by name."""
+    """Batches of the same rows from several matrices and arrays, by name."""
 
     parts: Mapping[str, Batches | DenseBatches]
 
@@ -194,7 +195,7 @@ class NamedBatches:
 
 
 def held_inputs(inputs: Inputs) -> Held:
-    """Each matrix or array of the inputs as `batches_of` takes it."""
+    """Converts each matrix or array of the inputs to the form that `batches_of` takes."""
     return {
         name: for_batches(part.matrix)
         if isinstance(part.matrix, CSR)
@@ -206,7 +207,7 @@ def held_inputs(inputs: Inputs) -> Held:
 def batches_of(
     inputs: Inputs, held: Held, rows: np.ndarray, batch_size: int
 ) -> Batches | NamedBatches:
-    """Batches of `rows: [n]` of the inputs; -1 makes an empty row. See `Batches.of`."""
+    """Divides `rows: [n]` of the inputs into batches; -1 is an empty row. See `Batches.of`."""
     parts = {
         name: Batches.of(matrix, rows, batch_size)
         if isinstance(matrix, CSR)
@@ -221,7 +222,7 @@ def batches_of(
 
 
 def _in_batches(rows: np.ndarray, batch_size: int) -> np.ndarray:
-    """`[steps, batch]` int32 of `rows: [n]`, with -1 at the end."""
+    """Reshapes `rows: [n]` to `[steps, batch]` int32, padded at the end with -1."""
     steps = -(-len(rows) // batch_size)
     missing = (0, steps * batch_size - len(rows))
     padded = np.pad(rows.astype(np.int32), missing, constant_values=-1)
@@ -229,7 +230,7 @@ def _in_batches(rows: np.ndarray, batch_size: int) -> np.ndarray:
 
 
 def _largest_block(matrix: CSR, batches: np.ndarray, data: int, model: int) -> int:
-    """Number of entries in the fullest block of `batches: [steps, batch]`."""
+    """Number of entries in the fullest block of `batches: [steps, batch]` on a mesh."""
     parts = batches.reshape(len(batches), data, -1)
     place = matrix.indices // (padded_rows(matrix.num_cols) // model)
     most = 0
@@ -240,33 +241,33 @@ def _largest_block(matrix: CSR, batches: np.ndarray, data: int, model: int) -> i
 
 
 def rows_in_a_batch(most: int, rows: int) -> int:
-    """The size of a batch: `most`, or less if there are fewer `rows`.
+    """The batch size: `most`, or less if there are fewer `rows`.
 
-    On a mesh it is a multiple of the number of parts that a batch is divided into.
+    On a mesh it is a multiple of the number of parts into which a batch is divided.
     """
     parts = parts_of_axes()[0]
     return -(-min(most, bucket(rows)) // parts) * parts
 
 
 def for_batches(matrix: CSR) -> CSR:
-    """The matrix on the device; with a mesh on the host, which makes the blocks."""
+    """The matrix on the device; on the host if a mesh is set, as blocks are made there."""
     if mesh_is_set():
         return jax.tree.map(np.asarray, matrix)
     return on_device(matrix)
 
 
 def for_dense_batches(array: np.ndarray) -> Array:
-    """Places an array as `for_batches` and `on_device` do. It has a row at least."""
+    """Places an array as `for_batches` and `on_device` do. An empty array gets one row."""
     more = [(0, bucket(len(array)) - len(array))] + [(0, 0)] * (array.ndim - 1)
     padded = np.pad(array, more)
     return padded if mesh_is_set() else jnp.asarray(padded)
 
 
 def on_device(matrix: CSR) -> CSR:
-    """The matrix on the device. One that comes from the host gets rounded sizes.
+    """Copies a matrix to the device. One from the host is padded to rounded sizes.
 
-    So a compiled program also serves other data of similar size, for example the requests
-    to a service. Rows that are added are empty.
+    So a compiled program can be reused for data of similar size, for example for requests to a
+    service. Padding rows are empty.
     """
     if isinstance(matrix.indices, jax.Array):
         return jax.tree.map(jnp.asarray, matrix)

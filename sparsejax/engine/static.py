@@ -1,4 +1,4 @@
-"""The static part of a compiled program: a model without its arrays."""
+"""Checks of the static part of a model, all but its arrays, in compiled programs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from flax import nnx
 
 
 def check_hashable(graphdef: nnx.GraphDef, *models: Any) -> None:
-    """Raises TypeError unless programs can be found by a model's graph.
+    """Raises TypeError unless a model's graph is hashable, as a key of compiled programs must be.
 
     Args:
-      graphdef: graph of the model, perhaps with its optimizer.
-      models: models whose wrong attribute the message names.
+      graphdef: graph of the model, with or without its optimizer.
+      models: models that are searched for the invalid attribute, to name it in the message.
     """
     try:
         hash(graphdef)
@@ -24,14 +24,16 @@ def check_hashable(graphdef: nnx.GraphDef, *models: Any) -> None:
 
 
 class _Holder(nnx.Module):
-    """A module with one attribute."""
+    """A module with a single attribute."""
 
     def __init__(self, value: Any):
         self.value = value
 
 
 def _wrong(model: nnx.Module) -> str | None:
-    """The message, which names the attribute, or the metadata of a variable."""
+    """The message about an unhashable attribute of a module, or metadata of a variable; else
+    None.
+    """
     for path, node in nnx.iter_graph(model):
         is_variable = isinstance(node, nnx.Variable)
         if not is_variable and not isinstance(node, nnx.Module):
@@ -40,7 +42,7 @@ def _wrong(model: nnx.Module) -> str | None:
         for name, value in held.items():
             try:
                 hash(value if is_variable else nnx.split(_Holder(value))[0])
-            except ValueError:  # arrays in a dict, which are no part of the graph
+            except ValueError:  # a dict of arrays is not part of the graph
                 continue
             except TypeError:
                 where = ".".join(map(str, (*path, name)))

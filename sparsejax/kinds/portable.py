@@ -61,7 +61,7 @@ def split(model: Any) -> tuple[Callable[[Any], Any], Any]:
         if isinstance(node, nnx.Variable):
             node.set_metadata(out_sharding=None)  # the program is for one device
         elif hasattr(node, "implementation"):
-            # A GPU kernel is compiled for one platform; this program must run on two.
+            # A GPU program is compiled for one platform; this program must run on two.
             node.implementation = "xla"
     graphdef, keys, state = nnx.split(model, nnx.RngState, ...)
     with without_mesh():

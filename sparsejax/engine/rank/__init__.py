@@ -1,1 +1,1 @@
-"""Ranking: batches of rows to the best items, and how good these are."""
+"""Ranking: computes the best items for batches of rows, and metrics of these rankings."""

@@ -1,4 +1,4 @@
-"""Items that nobody is recommended, whatever a row has."""
+"""Items that are excluded for all rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sparsejax.data.files.names import Names, as_names, find_names, quoted
 from sparsejax.mesh.layout import put_on_mesh
 from sparsejax.sparse import CSR
 
-# Entries of a table of truth values that is made to find the excluded items of a row.
+# Maximum size of the boolean table that is made to find the excluded items of rows.
 _TABLE = 2**26
-# Entries that may be excluded for the rows of one batch.
+# Maximum number of excluded entries in one batch.
 _ENTRIES = 2**25
 
 
@@ -27,22 +27,21 @@ def denied_items(
     only_items: Iterable[str] | np.ndarray | None = None,
     tell: Callable[[str], None] = warn_caller,
 ) -> np.ndarray:
-    """The ids of all items that are not to be recommended, ascending, without duplicates.
+    """The ids of all excluded items, in ascending order without duplicates.
 
-    A shop's lists name items that never sold, which a model does not know. Such names are
-    counted in one line.
+    Names that the model does not know are counted and reported in one line: a shop's lists can
+    contain items that were never sold.
 
     Args:
       num_items: number of items.
       names: names of the items, if they have names.
-      exclude_items: names of items, or their ids.
-      only_items: the only items that may be recommended; all others are excluded. None
-        allows all.
-      tell: function that is called with a line about names that are no items; by default a
-        warning.
+      exclude_items: names or ids of items to exclude.
+      only_items: names or ids of the only items that may be recommended; all others are excluded.
+          None allows all items.
+      tell: function that is called with a line of text about unknown names; by default it warns.
 
     Raises:
-      ValueError: there is no item with such an id, or no item is left.
+      ValueError: an id is not an id of an item, or no item is left.
     """
     unwanted = _ids_of("exclude_items", exclude_items, num_items, names, tell)
     denied = np.zeros(num_items, bool)
@@ -59,18 +58,18 @@ def denied_items(
 
 
 def mask_of(denied: np.ndarray, num_items: int) -> jax.Array:
-    """`[items]` bool on the device: whether an item is one of `denied_items`."""
+    """`[items]` bool on the device: True for each id in `denied`."""
     found = np.zeros(num_items, bool)
     found[denied] = True
     return put_on_mesh(jnp.asarray(found))
 
 
 def rows_at_a_time(denied: np.ndarray, seen: CSR | None, num_items: int) -> int:
-    """How many rows may be in a batch, so that `with_denied` has not too many entries.
+    """Largest batch size for which `with_denied` does not make too many entries.
 
     Args:
       denied: ids of excluded items, from `denied_items`.
-      seen: items that rows have already.
+      seen: items that each row has already.
       num_items: number of items.
     """
     had = 0 if seen is None else np.diff(np.asarray(seen.indptr)).max(initial=0)
@@ -78,10 +77,10 @@ def rows_at_a_time(denied: np.ndarray, seen: CSR | None, num_items: int) -> int:
 
 
 def with_denied(seen: CSR, denied: np.ndarray, num_items: int) -> CSR:
-    """The items that each row has already, in NumPy, with the excluded items in each row.
+    """Adds the excluded items to each row of `seen`, as NumPy arrays.
 
     Args:
-      seen: `[rows, items]`.
+      seen: `[rows, items]` matrix of the items that each row has already.
       denied: ids of excluded items, from `denied_items`.
       num_items: number of items.
     """

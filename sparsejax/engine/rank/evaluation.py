@@ -1,4 +1,4 @@
-"""Held-out data made ready to measure models on, one after the other."""
+"""Prepares held-out data once, so that several models can be measured on it."""
 
 from __future__ import annotations
 
@@ -63,20 +63,18 @@ def metric_names(k: int) -> list[str]:
 
 
 class Setup(Ranking):
-    """How recommendations are measured; `evaluate` documents each choice.
+    """Options of a measurement. `evaluate` documents each option.
 
     Attributes:
       exclude: items of each row that are never recommended to it.
-      popularity: data whose entries the popularity baseline counts, or None for no
-        baseline.
-      batch_size: rows scored at a time, 512 by default.
-      kinds: held-out entries of each kind of event, which `by="kinds"` measures apart.
-      trained_on_inputs: whether the inputs are training data, so that an item that
-        they lack is unknown.
+      popularity: data whose entries the popularity baseline counts; None for no baseline.
+      batch_size: number of rows scored at a time; by default 512.
+      kinds: held-out entries by kind of event, which `by="kinds"` measures separately.
+      trained_on_inputs: whether the inputs are the training data, so that items missing from them
+          are unknown.
 
     Raises:
-      ValueError: there is no cut-off, a number is not positive, or `unknown` is
-        something else.
+      ValueError: there is no cut-off, a number is not positive, or `unknown` has an invalid value.
     """
 
     exclude: Source | str | None = "inputs"
@@ -101,18 +99,18 @@ class Setup(Ranking):
 def prepared_evaluation(
     inputs: Sources | Inputs, heldout: Source, setup: Setup
 ) -> Evaluation:
-    """The part of `evaluate` that does not depend on the model, for repeated use.
+    """Prepares the part of `evaluate` that does not depend on the model, for repeated use.
 
-    Matches the rows and copies the data to the device.
+    It matches the rows and copies the data to the device.
 
     Args:
-      inputs: `[rows, features]`, the data that models are shown; or several.
-      heldout: `[rows, items]`, the entries that models should find.
-      setup: how they are measured.
+      inputs: `[rows, features]`, the data that models read; or several inputs.
+      heldout: `[rows, items]`, the entries that models should rank high.
+      setup: options of the measurement.
 
     Raises:
-      TypeError: an argument is no data, as for `evaluate`.
-      ValueError: rows, items or settings do not fit together, as for `evaluate`.
+      TypeError: an argument has a type that `evaluate` does not accept.
+      ValueError: rows, items or settings are inconsistent, as described for `evaluate`.
     """
     shown = Inputs.of(inputs)
     given = _Given.of(shown, heldout, setup)
@@ -176,20 +174,20 @@ def prepared_evaluation(
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Evaluation:
-    """Data ready to measure models on; made by `prepared_evaluation`.
+    """Data to measure models on, made by `prepared_evaluation`.
 
     Attributes:
       ks: the cut-offs.
-      inputs: the data that the model is shown, all rows of it.
-      heldout: the held-out entries, all rows of them.
-      rows: `[users]` the rows of `heldout` that have entries.
+      inputs: all rows of the data that the model reads.
+      heldout: all rows of the held-out entries.
+      rows: `[users]` numbers of the rows of `heldout` that have entries.
       tasks: batches of these rows.
-      denied: ids of the items that are excluded in all rows.
+      denied: ids of items that are excluded for all rows.
       users_new: number of rows of `heldout` that have no entry in the inputs.
       users_unknown: number of rows of `heldout` whose items are all unknown.
-      entries_unknown: number of its entries of unknown items.
-      popularity: `[items]` share of the rows that have the item, or None.
-      groups: items, or held-out entries, that are measured apart.
+      entries_unknown: number of held-out entries whose item is unknown.
+      popularity: `[items]` share of the rows that have each item, or None.
+      groups: groups of items, or of held-out entries, that are measured separately.
     """
 
     ks: tuple[int, ...]
@@ -206,7 +204,10 @@ class Evaluation:
 
     @functools.cached_property
     def baseline(self) -> dict[str, float]:
-        """Metrics of the baseline, or empty. They are measured when first asked for."""
+        """Metrics of the popularity baseline, or an empty dict.
+
+        They are computed at the first access.
+        """
         if self.popularity is None:
             return {}
         found, _ = self._measured(Popularity(self.popularity, self.inputs.features))
@@ -215,11 +216,12 @@ class Evaluation:
     @promoting()
     @using_auto_axes()
     def lower_ahead(self, model: Recommender) -> Callable[[], object]:
-        """Lowers the program that `run` runs of a model; see `Keepable.lower_ahead`.
+        """Lowers the program with which `run` ranks by a model; see `Keepable.lower_ahead`.
 
         The model may have shapes in place of arrays.
         """
-        if self.tasks.candidates is not None:  # they have a program of their own
+        # candidates are ranked by another program
+        if self.tasks.candidates is not None:
             return lambda: None
         graphdef, state = nnx.split((model, None))
         tasks, mask = self._tasks_of(model)
@@ -238,13 +240,14 @@ class Evaluation:
         deterministic: bool = False,
         keep_rows: bool = False,
     ) -> dict[str, float]:
-        """The metrics of a model; see `evaluate`.
+        """Measures a model; see `evaluate`.
 
         Args:
           model: the model.
-          optimizer: its optimizer, if rows of its weights may be behind.
-          deterministic: give the same bits in every process on the same kind of GPU.
-          keep_rows: return a `Measured`, with the figures of each row.
+          optimizer: the model's optimizer, if some of its updates of weight rows are still
+              pending.
+          deterministic: whether results are bitwise equal in every process on GPUs of one kind.
+          keep_rows: whether to return a `Measured`, which has the metrics of each row.
         """
         found, values = self._measured(model, optimizer, deterministic)
         found = {
@@ -270,7 +273,9 @@ class Evaluation:
     def of_epoch(
         self, as_ranker: Callable[[nnx.Module], Recommender]
     ) -> Callable[..., dict[str, float]]:
-        """A function that measures a model as `fit` validates it: by its cut-offs alone."""
+        """A function that measures a model after an epoch of `fit`: only metrics at the
+        cut-offs.
+        """
 
         def measured(
             model: nnx.Module, *, optimizer: Optimizer, deterministic: bool
@@ -289,7 +294,7 @@ class Evaluation:
         optimizer: Optimizer | None = None,
         deterministic: bool = False,
     ) -> tuple[dict[str, float], np.ndarray]:
-        """The metrics of a model, and `[len(ks) * len(METRICS), users]` of each row."""
+        """The metrics of a model, and `[len(ks) * len(METRICS), users]` metrics of each row."""
         items = self.heldout.matrix.num_cols
         check_inputs(self.inputs, features_of(model))
         check_columns("heldout", items, model.num_items, "items")
@@ -315,7 +320,7 @@ class Evaluation:
             parts.append(part)
             for wanted, into in zip(own, of_groups, strict=True):
                 nothing = beside(state, np.zeros((len(self.ks), items), np.int32))
-                # Entries that were left out have no number, so they are of no group.
+                # Unknown held-out entries have no item number, so they belong to no group.
                 part, _ = measured[deterministic](found, wanted, None, nothing, self.ks)
                 into.append(part)
         values = np.concatenate([np.asarray(p) for p in parts], axis=1)
@@ -330,9 +335,10 @@ class Evaluation:
     def _tasks_of(
         self, model: Recommender
     ) -> tuple[Iterable[RankingTask], jax.Array | None]:
-        """The tasks of a model, and the mask `[items]` of excluded items, if it takes one.
+        """The tasks for a model, and the mask `[items]` of excluded items if its `top_k` accepts
+        it.
 
-        For other models these items are excluded in each row.
+        For other models, the tasks exclude these items in each row.
         """
         if not self.denied.size or self.tasks.candidates is not None:
             return self.tasks, None
@@ -346,8 +352,9 @@ class Evaluation:
         return map(_replaced, self.tasks, unwanted), None
 
     def _summary(self, means: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-        """The metrics by name, from `means: [len(ks) * len(METRICS)]` over the rows and
-        `counts: [len(ks), items]`, how often each item is recommended."""
+        """Converts means over rows, `[len(ks) * len(METRICS)]`, and recommendation counts of
+        items, `[len(ks), items]`, to metrics by name.
+        """
         rest = iter(means.tolist())
         found = {}
         for k, given in zip(self.ks, counts, strict=True):
@@ -363,7 +370,7 @@ class Evaluation:
     def _by_group(
         self, parts: Sequence[Sequence[jax.Array]], counts: np.ndarray
     ) -> dict[str, float]:
-        """Metrics of each group of items, and its share of all recommendations."""
+        """Metrics of each group, and for item groups their share of all recommendations."""
         found: dict[str, float] = {}
         names = [f"{name}@{k}" for k in self.ks for name in METRICS]
         for group, own in zip(self.groups, parts, strict=True):
@@ -390,13 +397,13 @@ def _replaced(task: RankingTask, unwanted: Batch) -> RankingTask:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Group:
-    """Items, or held-out entries, that are measured apart.
+    """A group of items, or of held-out entries, that is measured separately.
 
     Attributes:
-      name: how many entries the items have, or the kind of event of the entries.
-      items: `[items]` bool; None for held-out entries of a kind.
-      entries: `[users]` number of held-out entries of the group.
-      labels: batches of the held-out entries of the group.
+      name: range of training entries of the group's items, or the kind of event of its entries.
+      items: `[items]` bool, True for items of the group; None for a kind of event.
+      entries: `[users]` number of held-out entries in the group.
+      labels: batches of the held-out entries in the group.
     """
 
     name: str
@@ -413,20 +420,22 @@ class _Group:
         scored: np.ndarray,
         batch_size: int,
     ) -> _Group:
-        """The group of these held-out entries, of all rows."""
+        """Makes a group from its held-out entries, given for all rows."""
         lengths = np.diff(np.asarray(own.indptr))[scored]
         batches = Batches.of(for_batches(indicator(own)), scored, batch_size)
         return cls(name, items, lengths, batches)
 
 
-# The most entries of the items of a group; the last has all others.
+# Upper bounds of the groups by number of training entries; one more group has all other items.
 _FEW = (0, 4, 9, 19)
 
 
 def _by_entries(
     labels: NamedCSR, trained: NamedCSR | None
 ) -> Iterator[tuple[str, np.ndarray, CSR]]:
-    """Groups of items by how many rows of the training data have them: names and entries."""
+    """Groups items by their number of training rows; yields the name, mask and entries of each
+    group.
+    """
     if trained is None:
         raise ValueError(
             'by="entries" counts the entries of items in the training data; name these: '
@@ -444,14 +453,14 @@ def _by_entries(
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Given:
-    """The matrices of an evaluation, whose columns are the items.
+    """The matrices of an evaluation. Their columns are the items.
 
     Attributes:
-      heldout: entries that the model should find.
+      heldout: entries that the model should rank high.
       exclude: items of each row that are never recommended to it, or None.
       popularity: data whose entries the popularity baseline counts, or None.
-      candidates: the items to rank for each row, or None.
-      trained: the training data, which decides which items are known; None if all are.
+      candidates: items to rank for each row, or None.
+      trained: training data; items missing from it are unknown. None if all items are known.
     """
 
     heldout: NamedCSR
@@ -462,11 +471,11 @@ class _Given:
 
     @classmethod
     def of(cls, inputs: Inputs, heldout: Source, setup: Setup) -> _Given:
-        """Makes them from the arguments of `evaluate`.
+        """Makes the matrices from the arguments of `evaluate`.
 
         Raises:
-          TypeError: one has a type that is not supported.
-          ValueError: one has other columns than `heldout`.
+          TypeError: an argument has a type that is not supported.
+          ValueError: a matrix has other columns than `heldout`.
         """
         labels = NamedCSR.of("heldout", heldout)
         exclude, popularity = setup.exclude, setup.popularity
@@ -477,8 +486,8 @@ class _Given:
         for source in (seen, counted, among):
             if source is not None:
                 _check_items(source, labels)
-        # The baseline counts the training data. Without a baseline, the inputs are the
-        # training data, if they are excluded.
+        # The data that the baseline counts is the training data. Without a baseline, the inputs
+        # are the training data if they are excluded.
         known_by, trained = popularity, counted
         if popularity is None and isinstance(exclude, str):
             known_by, trained = exclude, seen
@@ -493,13 +502,13 @@ class _Given:
         )
 
     def known(self) -> NamedCSR:
-        """The held-out entries of known items."""
+        """The held-out entries whose items are known."""
         if self.trained is None:
             return _of_items(self.heldout, None)
         return _of_items(self.heldout, column_counts(self.trained.matrix) > 0)
 
     def known_candidates(self) -> NamedCSR:
-        """The candidates that are known items. Warns of others."""
+        """The candidates that are known items, with a warning about unknown ones."""
         assert self.candidates is not None
         if self.trained is None:
             return self.candidates
@@ -518,12 +527,12 @@ class _Given:
 def _rows_shown(
     labels: NamedCSR, scored: np.ndarray, inputs: Inputs, setup: Setup
 ) -> np.ndarray:
-    """`[users]` the row of the inputs for each of the `scored: [users]` rows of `labels`.
+    """For each of the `scored: [users]` rows of `labels`, the number `[users]` of its inputs row.
 
-    It is -1 if there is none: then the model is shown an empty row.
+    The number is -1 if the inputs lack the row: the model then reads an empty row.
 
     Raises:
-      ValueError: all rows are missing; or some are, and a dense input has no empty row.
+      ValueError: the inputs lack all rows; or they lack some, and a dense input has no empty row.
     """
     rows = find_rows(labels, inputs.rows)[scored]
     missing = scored[rows < 0]
@@ -543,7 +552,7 @@ def _rows_shown(
 
 
 def _are_new(inputs: Inputs, rows: np.ndarray) -> np.ndarray:
-    """`[users]` bool: whether the inputs have no entry of a user."""
+    """`[users]` bool: whether all inputs of a user are empty."""
     histories = inputs.parts.get(HISTORIES)
     if isinstance(histories, NamedArray):
         return (rows < 0) | (histories.matrix[rows] < 0).all(axis=1)
@@ -553,7 +562,7 @@ def _are_new(inputs: Inputs, rows: np.ndarray) -> np.ndarray:
         for part in parts
         if isinstance(part, NamedCSR)
     ]
-    if len(counts) < len(parts):  # dense rows always say something
+    if len(counts) < len(parts):  # a dense row always counts as an entry
         return rows < 0
     return (rows < 0) | (sum(counts) == 0)
 
@@ -567,7 +576,7 @@ def _tasks(
     denied: np.ndarray,
     setup: Setup,
 ) -> Tasks:
-    """The `rows: [users]` of the inputs, with the rows `scored: [users]` of `labels`.
+    """Tasks for the `rows: [users]` of the inputs with the rows `scored: [users]` of `labels`.
 
     The candidates do not include excluded items.
     """
@@ -579,7 +588,8 @@ def _tasks(
         if not isinstance(setup.exclude, str):
             found = find_rows(shown.rows, given.exclude)[rows]
             others = np.full(len(rows), -1)
-            if given.exclude.row_names is not None:  # it may have rows of new users
+            # `exclude` may have rows that the inputs lack
+            if given.exclude.row_names is not None:
                 others = find_rows(labels, given.exclude)[scored]
             seen_rows = np.where(rows < 0, others, found)
         if (rows < 0).any():
@@ -602,13 +612,13 @@ def _tasks(
 
 
 def _num_entries(heldout: NamedCSR) -> np.ndarray:
-    """`[rows]` number of held-out entries, with those that were left out."""
+    """`[rows]` number of held-out entries, including entries of unknown items."""
     lengths = np.diff(np.asarray(heldout.matrix.indptr))
     return lengths if heldout.left_out is None else lengths + heldout.left_out
 
 
 def _of_items(heldout: NamedCSR, chosen: np.ndarray | None) -> NamedCSR:
-    """The entries of the `chosen: [items]` items, or of all; nothing in `left_out`."""
+    """Only the entries of the `chosen: [items]` items, or of all items; `left_out` is empty."""
     heldout = dataclasses.replace(heldout, left_out=None)
     if chosen is None or chosen.all():
         return heldout
@@ -623,7 +633,7 @@ def _of_items(heldout: NamedCSR, chosen: np.ndarray | None) -> NamedCSR:
 def _left_out(
     heldout: NamedCSR, rows: np.ndarray, batch_size: int
 ) -> np.ndarray | None:
-    """`[steps, batch]` number of entries of the rows that were left out, or None."""
+    """`[steps, batch]` number of entries of each row that have no item number, or None."""
     if heldout.left_out is None:
         return None
     counts = heldout.left_out[rows]
@@ -633,16 +643,16 @@ def _left_out(
 def _check_repeats(
     heldout: NamedCSR, rows: np.ndarray, seen: NamedCSR, seen_rows: np.ndarray
 ) -> None:
-    """Warns of held-out entries that are excluded, so that they cannot be found.
+    """Warns if held-out entries are excluded, so that no model can recommend them.
 
     Args:
-      heldout: entries that the model should find.
+      heldout: entries that the model should rank high.
       rows: row numbers in `heldout`.
-      seen: entries that are excluded.
+      seen: excluded entries.
       seen_rows: the row of `seen` for each of `rows`, or -1.
 
     Raises:
-      ValueError: all are excluded.
+      ValueError: all held-out entries are excluded.
     """
     has_some = seen_rows >= 0
     wanted = _rows(heldout, rows[has_some])
@@ -662,15 +672,15 @@ def _check_repeats(
 
 
 def _check_allowed(heldout: NamedCSR, rows: np.ndarray, denied: np.ndarray) -> None:
-    """Warns of held-out entries of items that nobody is recommended.
+    """Warns if items of held-out entries are excluded for all rows.
 
     Args:
-      heldout: entries that the model should find.
+      heldout: entries that the model should rank high.
       rows: row numbers in `heldout`.
-      denied: ids of the excluded items.
+      denied: ids of excluded items.
 
     Raises:
-      ValueError: all entries are of such items.
+      ValueError: the items of all entries are excluded.
     """
     if not denied.size:
         return
@@ -696,18 +706,18 @@ def _tell_of_missed(
     why: str,
     advice: str = "",
 ) -> None:
-    """Warns of held-out entries that cannot be found.
+    """Warns if no model can recommend some held-out entries.
 
     Args:
-      heldout: entries that the model should find.
+      heldout: entries that the model should rank high.
       rows: row numbers in `heldout`.
-      missed: how many entries of known items cannot be found.
-      wholly: the message if these are all such entries.
-      why: why they cannot be found.
-      advice: a sentence that follows the message.
+      missed: number of entries of known items that cannot be recommended.
+      wholly: error message if this concerns all entries of known items.
+      why: reason, for the warning.
+      advice: sentence that is added to the message.
 
     Raises:
-      ValueError: they are all such entries.
+      ValueError: no entry of a known item can be recommended.
     """
     if missed == np.diff(np.asarray(heldout.matrix.indptr))[rows].sum():
         raise ValueError(wholly)
@@ -725,20 +735,23 @@ def _candidate_ids(
     rows: np.ndarray,
     batch_size: int,
 ) -> np.ndarray:
-    """`[steps, batch, count]` the candidates and the labels of some rows of `labels`.
+    """`[steps, batch, count]` ids to rank: candidates and labels of some rows of `labels`.
 
-    Labels of unknown items are left out, so they rank behind all candidates. `known` has the
-    other labels. Candidates are of known items. In each row ids ascend, and -1 fills it up.
+    Labels of unknown items are not included: they count as ranked after all candidates. `known`
+    has the other labels. Candidates are known items. Ids ascend in each row, which is padded with
+    -1.
     """
     found = find_rows(labels, among)[rows]
-    lengths = np.append(np.diff(np.asarray(among.matrix.indptr)), 0)  # -1: no row
+    # number -1, a missing row, has length 0
+    lengths = np.append(np.diff(np.asarray(among.matrix.indptr)), 0)
     without = rows[lengths[found] == 0]
     if without.size:
         raise ValueError(
             f"{without.size:,} of {rows.size:,} rows of heldout have no candidates of known "
             f"items: {labels.labels(without)}"
         )
-    both = _rows(among, found) + _rows(known, rows)  # a union: neither has zeros
+    # a sum is a union here, as neither has zeros
+    both = _rows(among, found) + _rows(known, rows)
     lengths = np.diff(both.indptr)
     steps = -(-rows.size // batch_size)
     ids = np.full((steps * batch_size, max(lengths.max(), 1)), -1, np.int32)
@@ -748,12 +761,12 @@ def _candidate_ids(
 
 
 def _rows(source: NamedCSR, rows: np.ndarray) -> scipy.sparse.csr_array:
-    """Some rows as an indicator, on the host."""
+    """The given rows as an indicator matrix, in SciPy."""
     return scipy.sparse.csr_array(indicator(source.matrix).to_scipy()[rows])
 
 
 def _check_items(source: NamedCSR, heldout: NamedCSR) -> None:
-    """Raises ValueError unless both have the same columns."""
+    """Raises ValueError unless both have equal columns."""
     check_same_features(source, heldout)
     ours, theirs = source.matrix.num_cols, heldout.matrix.num_cols
     if ours != theirs:

@@ -1,4 +1,4 @@
-"""Parts of scoring rows batch by batch: exclusion, checks, and results in order."""
+"""Helpers for scoring rows batch by batch: excluded items, checks, and collecting results."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sparsejax.sparse import CSR, host_rows
 def collect(
     x: Named, k: int, counts: Sequence[int], results: Iterable[tuple[jax.Array, ...]]
 ) -> Recommendations:
-    """The first `k` recommendations of each row, from the results of all batches.
+    """Concatenates the results of all batches to `k` recommendations for each row.
 
     Args:
       x: the rows that are scored.
       k: items per row.
       counts: number of rows in each batch; its results may have more rows.
-      results: ids and scores, and perhaps values, `[at least count, at least k]`, of each batch
-        in order.
+      results: for each batch, in order, ids and scores and maybe values, each `[at least count, at
+          least k]`.
 
     Raises:
       FloatingPointError: a score is NaN; the message names the row.
@@ -49,7 +49,7 @@ def collect(
 def exclusion(
     inputs: Inputs, rows: np.ndarray, held: Held, seen: NamedCSR, batch_size: int
 ) -> Batches:
-    """The entries of `seen` for some rows of the inputs, in batches.
+    """Batches with the entries of `seen` that belong to the given rows of the inputs.
 
     `held` is the result of `held_inputs`.
     """
@@ -69,11 +69,11 @@ def denying(
     num_items: int,
     batch_size: int,
 ) -> Iterator[Batch]:
-    """The items that each batch of rows is not recommended, made for one batch at a time.
+    """Makes the excluded items of each batch of rows, one batch at a time.
 
     Args:
-      seen: items that rows have already, or None.
-      rows: row numbers in `seen`; -1 has nothing.
+      seen: items that each row has already, or None.
+      rows: row numbers in `seen`; -1 stands for an empty row.
       denied: ids of excluded items, from `denied_items`.
       num_items: number of items.
       batch_size: rows in a batch.
@@ -89,10 +89,10 @@ def denying(
 
 
 def rows_of(seen: NamedCSR, x: Named) -> np.ndarray:
-    """`[rows of x]`: the row of `seen` for each row of `x`, -1 if it is missing.
+    """`[rows of x]`: the number of the row in `seen` for each row of `x`; -1 if `seen` lacks it.
 
     Raises:
-      ValueError: all are missing.
+      ValueError: `seen` lacks all rows.
     """
     found = find_rows(x, seen)
     if found.size and found.max() < 0:
@@ -105,17 +105,17 @@ def rows_of(seen: NamedCSR, x: Named) -> np.ndarray:
 
 
 def indicator(matrix: CSR) -> CSR:
-    """The same entries without values."""
+    """A matrix with the entries of `matrix` and without values."""
     return dataclasses.replace(matrix, data=None)
 
 
 def each(batches: Iterable | None) -> Iterable:
-    """The batches. Without batches, None without end."""
+    """The batches; without batches, None repeated endlessly."""
     return itertools.repeat(None) if batches is None else batches
 
 
 def check_positive(**values: int) -> None:
-    """Raises ValueError unless all are at least 1, TypeError unless all are integers."""
+    """Raises TypeError unless all values are integers, ValueError unless all are at least 1."""
     for name, value in values.items():
         if not hasattr(value, "__index__"):
             raise TypeError(f"{name} must be a whole number, got {value!r}")
@@ -124,7 +124,7 @@ def check_positive(**values: int) -> None:
 
 
 def check_scores(bad: np.ndarray, part: Named, rows: np.ndarray) -> None:
-    """Raises FloatingPointError if a row is `bad`; `rows` are the rows' numbers in `part`."""
+    """Raises FloatingPointError if a row is `bad`, named by `rows`, the row numbers in `part`."""
     if bad.any():
         where = part.label(int(rows[np.argmax(bad)]))
         raise FloatingPointError(
@@ -134,9 +134,9 @@ def check_scores(bad: np.ndarray, part: Named, rows: np.ndarray) -> None:
 
 
 def one_late[T](results: Iterable[T]) -> Iterator[T]:
-    """The same results, but each is yielded after the next one was requested.
+    """Yields the given results, each after the next one was requested.
 
-    So the device, or a thread, works on the next one while the caller uses a result.
+    So the device, or a thread, works on the next result while the caller uses this one.
     """
     pairs = itertools.pairwise(itertools.chain(results, [None]))
     return (current for current, _ in pairs if current is not None)

@@ -1,4 +1,4 @@
-"""Histories as lists of names in Arrow's memory, and as rows of a matrix."""
+"""Converts histories, lists of names in Arrow memory, to rows of a matrix."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def matrix_of_histories(
     *,
     unknown: Literal["skip", "error"] = "skip",
 ) -> CSR:
-    """`[histories, items]`: the items of each history, every entry 1.
+    """`[histories, items]` matrix with an entry 1 for each item of a history.
 
-    A history is a set. A null is an empty history, and as a name it is unknown.
+    An item that occurs twice in a history is one entry. A null history is empty, and a null name
+    is unknown.
 
     Args:
       histories: lists of names.
-      items: the names of the columns.
-      unknown: "skip" skips names that are no items; "error" raises.
+      items: names of the columns.
+      unknown: "skip" ignores names that are not in `items`; "error" raises an error.
 
     Raises:
       ValueError: a name is unknown, and `unknown` is "error".
@@ -42,7 +43,7 @@ def matrix_of_histories(
             f"{quoted(missing)}"
         )
     rows = np.repeat(np.arange(len(lengths)), lengths)[known]
-    # Sorted by row and column, each pair once.
+    # Sorted by row and column, without duplicates.
     pairs = np.unique(rows * np.int64(len(items)) + columns[known])
     rows, columns = np.divmod(pairs, len(items)) if len(items) else (pairs, pairs)
     indptr = offsets(np.bincount(rows, minlength=len(lengths)))

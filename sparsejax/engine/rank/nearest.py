@@ -1,4 +1,4 @@
-"""The nearest of given vectors, by brute force."""
+"""Exact nearest-neighbor search among given vectors, by brute force."""
 
 from __future__ import annotations
 
@@ -55,18 +55,17 @@ def nearest(
     Args:
       queries: `[n, width]` numbers.
       vectors: `[m, width]` numbers.
-      k: how many for each query. Where there are fewer vectors, ids end with -1.
-      metric: "dot" or "cosine", the scores above.
-      dtype: dtype of the operands: float32, float16 or bfloat16. Sums are made in
-        float32.
-      batch_size: queries at a time.
+      k: number of vectors for each query. If there are fewer vectors, ids end with -1.
+      metric: score as defined above, "dot" or "cosine".
+      dtype: dtype of the operands: float32, float16 or bfloat16. Sums are computed in float32.
+      batch_size: number of queries scored at a time.
 
     Returns:
-      Ids `[n, k]`, which are rows of `vectors`, and their scores.
+      Ids `[n, k]`, which are row numbers of `vectors`, and their scores.
 
     Raises:
-      ValueError: shapes do not fit, there is no vector, a number is NaN or infinite (also
-        once it has this dtype), or the metric or the dtype is unknown.
+      ValueError: shapes do not match, there is no vector, a number is NaN or infinite (maybe only
+          after conversion to `dtype`), or the metric or the dtype is unknown.
     """
     check_positive(k=k, batch_size=batch_size)
     if metric not in ("dot", "cosine"):
@@ -105,7 +104,7 @@ def _operand(
         raise ValueError(f"{what} must be [rows, width], got the shape {array.shape}")
     array = array.astype(np.float32)
     if metric == "cosine":
-        # Divided first by the largest number, so that no square leaves float32.
+        # Divided by the largest number first, so that no square overflows or underflows float32.
         largest = np.abs(array).max(axis=1, keepdims=True, initial=0)
         array = array / np.where(largest > 0, largest, 1)
         norm = np.linalg.norm(array, axis=1, keepdims=True)

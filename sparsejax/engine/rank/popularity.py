@@ -1,4 +1,4 @@
-"""The baseline, which recommends the most popular items to everyone."""
+"""The popularity baseline, which recommends the most popular items to all rows."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ def column_counts(matrix: CSR) -> np.ndarray:
 
 
 class Popularity(nnx.Module):
-    """Scores every item by the number of rows that have it, for any input.
+    """Scores every item by the number of rows that have it; ignores the input.
 
-    An item that no row has is never recommended, because a vocabulary made of these rows
-    would not have it.
+    An item that no row has is never recommended: a vocabulary made from these rows would lack it.
 
     Args:
-      counts: `[items]`, or shares of rows.
-      features: `num_features` of the models that it is compared with.
+      counts: `[items]` number, or share, of the rows that have each item.
+      features: `num_features` of the models that this one is compared with.
     """
 
     def __init__(self, counts: np.ndarray, features: Features):
-        # Ranks in place of counts, because float32 does not hold all counts above 2^24.
+        # Ranks are stored instead of counts: float32 cannot represent all counts above 2^24.
         _, ranks = np.unique(counts, return_inverse=True)
         ranks = np.where(counts > 0, ranks, -1)
         self.ranks = nnx.Variable(jax.device_put(ranks.astype(np.float32)))
         self.num_items = len(counts)
-        # A dict could not be part of a compiled program.
+        # A tuple, as a dict cannot be a static attribute of a compiled program.
         self.features = features if isinstance(features, int) else (*features.items(),)
 
     @property
@@ -49,7 +48,7 @@ class Popularity(nnx.Module):
 
     @property
     def scores(self) -> jax.Array:
-        # Infinite scores are made here, because `jax_debug_infs` refuses such arguments.
+        # Infinite scores are made inside the program: `jax_debug_infs` rejects infinite arguments.
         ranks = self.ranks[...]
         return jnp.where(ranks < 0, -jnp.inf, ranks)
 

@@ -1,4 +1,4 @@
-"""Files of recommendations."""
+"""Writes recommendations to files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def save_recommendations(
     *,
     rows_at_a_time: int = 2**16,
 ) -> None:
-    """Writes recommendations, best first, in the form that the file's name asks for.
+    """Writes recommendations, best first, in the format given by the file name's ending.
 
     ::
 
@@ -47,21 +47,21 @@ def save_recommendations(
         .jsonl     {"user": "ann", "items": ["tea"], "scores": [2.5]} for each row
         others     see `write_recommendations`
 
-    The file appears whole or not at all. All forms but `.parquet` are compressed if the
-    name ends in `.gz` or `.xz`.
+    The file is renamed into place when it is complete. All formats but `.parquet` are compressed
+    if the name ends in `.gz` or `.xz`.
 
     Args:
       path: the file, which is replaced if it exists.
       rows: names of the rows.
       found: the recommended items of each row.
       items: names of all items.
-      rows_at_a_time: number of rows whose recommendations make a row group of `.parquet`,
-        and are in memory as text.
+      rows_at_a_time: number of rows that are converted to text at a time, and that form a row
+          group of a `.parquet` file.
 
     Raises:
       OSError: the file cannot be written.
-      ValueError: the names cannot be written in this form, or there are not as many as
-        rows or items.
+      ValueError: this format cannot store the names, or the number of names differs from the
+          number of rows or items.
     """
     check_writable(path)
     check_recommendation_names(path, rows, items)
@@ -87,7 +87,7 @@ def save_recommendations(
             case ".jsonl":
                 for row, names, *figures in _recommended(rows, found, items):
                     named = zip(("scores", "values"), figures, strict=False)
-                    # Not 0.1000000015.
+                    # The shortest digits of the float32: 0.1, not 0.1000000015.
                     of_items = {n: [float(str(x)) for x in xs] for n, xs in named}
                     line = {"user": row, "items": names, **of_items}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -100,11 +100,11 @@ def write_recommendations(
 ) -> None:
     """Writes `row<TAB>item,score:item,score...` lines, best first.
 
-    A row without candidates has nothing after its TAB. Names are escaped as
+    If a row has no recommendations, nothing follows its TAB. Names are escaped as
     `sparsejax.data.read_text` expects. Scores have six digits.
 
     Raises:
-      ValueError: a name is empty or has a zero byte.
+      ValueError: a name is empty or contains a zero byte.
     """
     rows, items = escaped("row", rows), escaped("item", items)
     for row, names, *figures in _recommended(rows, found, items):
@@ -116,10 +116,10 @@ def write_recommendations(
 def check_recommendation_names(
     path: str | os.PathLike[str], rows: Names, items: Names
 ) -> None:
-    """Checks that a file of recommendations can hold the names.
+    """Checks that the format of a file of recommendations can store the names.
 
     Raises:
-      ValueError: the file has the text form, and a name is empty or has a zero byte.
+      ValueError: the format is text, and a name is empty or contains a zero byte.
     """
     if _ending(path) not in _NOT_TEXT:
         check_names("row", rows, "\ufeff", "text")
@@ -127,7 +127,7 @@ def check_recommendation_names(
 
 
 def _ending(path: str | os.PathLike[str]) -> str:
-    """The end of a file's name that decides its form, without the ending of compression."""
+    """The ending of a file name that gives the format, without an ending for compression."""
     path = pathlib.Path(path)
     return path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
 
@@ -135,7 +135,7 @@ def _ending(path: str | os.PathLike[str]) -> str:
 def _recommended(
     rows: Names, found: Recommendations, items: Names
 ) -> Iterator[tuple[Any, ...]]:
-    """The name of each row, its items' names, their scores and, if there are any, values."""
+    """For each row: its name, names of its items, their scores and, if there are any, values."""
     counts = np.sum(found.ids >= 0, axis=1).tolist()
     figures = [x for x in (found.scores, found.values) if x is not None]
     for row, ids, count, *own in zip(
@@ -147,7 +147,7 @@ def _recommended(
 def _tables(
     rows: Names, found: Recommendations, items: Names, rows_at_a_time: int
 ) -> Iterator[pa.Table]:
-    """At least one table, with the recommendations of some rows in each."""
+    """Tables of recommendations, each with the rows of one part; at least one table."""
     for start in range(0, max(len(found), 1), rows_at_a_time):
         part = slice(start, start + rows_at_a_time)
         values = None if found.values is None else found.values[part]
@@ -156,7 +156,7 @@ def _tables(
 
 
 def _quoted(names: Names) -> Names:
-    """The names as CSV has them."""
+    """Names, quoted where CSV needs it."""
     quoted = (
         '"' + name.replace('"', '""') + '"' if re.search('[,"\r\n]', name) else name
         for name in names.tolist()
@@ -165,7 +165,7 @@ def _quoted(names: Names) -> Names:
 
 
 def _csv_lines(table: pa.Table) -> str:
-    """The rows of a table as lines of CSV, scores in the fewest digits that say all."""
+    """The rows of a table as CSV lines. Scores have the fewest digits that restore the float32."""
     text = pa.large_string()
     columns = [column.cast(text) for column in table.combine_chunks().columns]
     empty, comma, end = to_arrow(np.array(["", ",", "\n"], np.dtypes.StringDType()))

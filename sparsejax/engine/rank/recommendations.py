@@ -1,4 +1,4 @@
-"""The items that are recommended to each row."""
+"""The recommended items of each row."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Recommendations:
     [['rye', 'milk']]
 
     Attributes:
-      ids: `[rows, k]` int32, numbers of items, best first. Where a row has fewer than `k`
-        candidates, -1 fills it up.
-      scores: `[rows, k]` float32, the model's scores; -inf where the id is -1.
-      row_names: names of the rows, if they are known.
-      item_names: names of all items, if they are known.
-      values: `[rows, k]` float32 where items are ranked by a label of the next event: its
-        probability, or its number; 0 where the id is -1. Else None.
+      ids: `[rows, k]` int32 item numbers, best first. A row with fewer than `k` candidates is
+          padded with -1.
+      scores: `[rows, k]` float32 scores of the model; -inf if the id is -1.
+      row_names: names of the rows, or None.
+      item_names: names of all items, or None.
+      values: `[rows, k]` float32 if items are ranked by a label of the next event: its predicted
+          probability or number, 0 if the id is -1. Otherwise None.
     """
 
     ids: np.ndarray
@@ -41,7 +41,7 @@ class Recommendations:
     values: np.ndarray | None = None
 
     def named(self, rows: Iterable[object], items: Iterable[object]) -> Recommendations:
-        """The same with the names of rows and of all items.
+        """A copy with names of the rows and of all items.
 
         >>> found = Recommendations(np.array([[2, 0]]), np.array([[1.5, 0.5]]))
         >>> found.named(["ann"], ["milk", "tea", "rye"]).names()
@@ -55,14 +55,15 @@ class Recommendations:
         return len(self.ids)
 
     def names(self, items: _Data | Iterable[object] | None = None) -> list[list[str]]:
-        """The names of the recommended items of each row; fewer than `k` if they ran out.
+        """The names of the recommended items of each row; fewer than `k` if there were too few
+        candidates.
 
         Args:
-          items: the names of all items, or a data set whose features they are; by default
-            `item_names`.
+          items: names of all items, or a data set whose features are the items; by default
+              `item_names`.
 
         Raises:
-          ValueError: there are fewer names than items, or none are known.
+          ValueError: there are fewer names than items, or no names are given.
         """
         known = self._item_names(items)
         if self.ids.max(initial=-1) < 0:
@@ -78,18 +79,18 @@ class Recommendations:
     ) -> pa.Table:
         """An Arrow table with a line for each recommendation, best first.
 
-        Its columns are user, item (text), score (float32) and rank (int32, from 1), and value
-        (float32) if there are values. For pandas and polars: `table.to_pandas()`, `polars.from_arrow(table)`.
+        Its columns are user, item (text), score (float32), rank (int32, from 1), and value
+        (float32) if there are values. It can be converted by `table.to_pandas()` or
+        `polars.from_arrow(table)`.
 
         >>> found = Recommendations(np.array([[2, 0]]), np.array([[1.5, 0.5]]))
         >>> found.to_arrow(["ann"], ["milk", "tea", "rye"]).to_pylist()[0]
         {'user': 'ann', 'item': 'rye', 'score': 1.5, 'rank': 1}
 
         Args:
-          users: the names of all rows, or a data set whose rows they are; by default
-            `row_names`.
-          items: the names of all items, or a data set whose features they are; by
-            default `item_names`.
+          users: names of all rows, or a data set that has these rows; by default `row_names`.
+          items: names of all items, or a data set whose features are the items; by default
+              `item_names`.
 
         Raises:
           ValueError: there are not as many users as rows, or there are fewer
@@ -119,7 +120,7 @@ class Recommendations:
     def to_lists(
         self, items: _Data | Iterable[object] | None = None
     ) -> tuple[pa.ListArray, pa.ListArray]:
-        """For each row the names of its items, and their scores (float32), best first.
+        """Lists for each row: the names of its items, and their scores (float32), best first.
 
         >>> found = Recommendations(np.array([[2, 0]]), np.array([[1.5, 0.5]]))
         >>> names, scores = found.to_lists(["milk", "tea", "rye"])
@@ -127,11 +128,11 @@ class Recommendations:
         ([['rye', 'milk']], [[1.5, 0.5]])
 
         Args:
-          items: the names of all items, or a data set whose features they are; by
-            default `item_names`.
+          items: names of all items, or a data set whose features are the items; by default
+              `item_names`.
 
         Raises:
-          ValueError: there are fewer names than items, or none are known.
+          ValueError: there are fewer names than items, or no names are given.
         """
         known, is_item = self._item_names(items), self.ids >= 0
         names = to_arrow(known[self.ids[is_item]])

@@ -1,4 +1,4 @@
-"""Models that can recommend, and how a compiled program is given one."""
+"""The protocol of models that recommend, and how such a model is passed to a compiled program."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ from sparsejax.sparse import CSR
 class Recommender(Protocol):
     """A model that `recommend` and `evaluate` can use, which is an `nnx.Module`.
 
-    `sparsejax.FeedForward` has these methods. On a mesh, `top_k` is given `ShardedCSR`s.
+    `sparsejax.FeedForward` has these methods. On a mesh, `top_k` gets `ShardedCSR`s.
     """
 
     @property
     def num_features(self) -> Features:
         """Number of input features.
 
-        With several inputs this is a dict: for the name of a sparse input the number of
-        its features, for the name of a dense input the shape of a row, a tuple. A
-        `jax.ShapeDtypeStruct` in place of the tuple also gives the dtype, which
-        `export_predictor` uses; with a tuple that is float32.
+        With several inputs this is a dict. The value for a sparse input is its number of features;
+        for a dense input it is the shape of a row, a tuple, or a `jax.ShapeDtypeStruct`, which
+        also gives the dtype for `export_predictor`. With a tuple the dtype is float32.
         """
         ...
 
@@ -49,12 +48,12 @@ class Recommender(Protocol):
     def top_k(
         self, x: Any, k: int, *, exclude: CSR | None = None
     ) -> tuple[jax.Array, ...]:
-        """Ids and scores, `[batch, k]`, as `sparsejax.top_k` returns them; and perhaps values.
+        """Ids and scores, `[batch, k]`, as `sparsejax.top_k` returns them, and maybe values.
 
-        `x` is a `CSR`, or a dict of `CSR`s and arrays where there are several inputs. A
-        method that also takes `excluded=None`, `[items]` bool, gets a mask of items that are
-        excluded in all rows. Other methods get these items in each row of `exclude`, which
-        costs much where they are many.
+        `x` is a `CSR`, or with several inputs a dict of `CSR`s and arrays. If the method also
+        takes `excluded=None`, it gets an `[items]` bool mask of items that are excluded in all
+        rows. Otherwise these items are added to each row of `exclude`, which is slow if there are
+        many.
         """
         ...
 
@@ -68,14 +67,14 @@ def can_deny(model: Any) -> bool:
 
 
 def split(model: Any, optimizer: Optimizer | None) -> tuple[Any, Any]:
-    """A model as arguments of a compiled program, which makes it again by `merged`.
+    """Splits a model into arguments of a compiled program, which restores it by `merged`.
 
     Args:
       model: an `nnx.Module`.
-      optimizer: its optimizer, if rows of its weights may be behind.
+      optimizer: the model's optimizer, if some of its updates of weight rows are still pending.
 
     Returns:
-      `(graphdef, state)`: a static argument, and arrays that are on the mesh.
+      `(graphdef, state)`: a static argument, and arrays that are placed on the mesh.
     """
     graphdef, state = nnx.split((model, optimizer))
     check_hashable(graphdef, model)
@@ -83,9 +82,9 @@ def split(model: Any, optimizer: Optimizer | None) -> tuple[Any, Any]:
 
 
 def _committed(state: Any) -> Any:
-    """The state, with its arrays committed to their devices, as restored arrays are.
+    """The state with its arrays committed to their devices, as restored arrays are.
 
-    A program is compiled once more for arrays that are not.
+    For uncommitted arrays, JAX would compile the program again.
     """
     leaves = jax.tree.leaves(state)
     if any(leaf.committed for leaf in leaves):
@@ -94,7 +93,7 @@ def _committed(state: Any) -> Any:
 
 
 def beside(state: Any, array: np.ndarray) -> jax.Array:
-    """The array, whole on each device of a state from `split`, as programs return it."""
+    """The array, replicated over the devices of a state from `split`, as programs return it."""
     for leaf in jax.tree.leaves(state):
         sharding = leaf.sharding
         if isinstance(sharding, NamedSharding):
@@ -105,12 +104,12 @@ def beside(state: Any, array: np.ndarray) -> jax.Array:
 
 @contextlib.contextmanager
 def merged(graphdef: Any, state: Any) -> Iterator[Any]:
-    """The model from the results of `split`, inside a compiled program.
+    """Restores a model from the results of `split`, inside a compiled program.
 
-    Rows that are behind are read as if they were up to date.
+    Pending optimizer updates are applied to rows when they are read.
     """
     model, optimizer = nnx.merge(graphdef, state)
-    # A model in another form says which one the optimizer knows.
+    # A wrapped model has an attribute with the model that the optimizer trains.
     trained = getattr(model, "trained", model)
     with contextlib.nullcontext() if optimizer is None else optimizer.reading(trained):
         yield model
@@ -120,10 +119,10 @@ def merged(graphdef: Any, state: Any) -> Iterator[Any]:
 def recommended(
     graphdef, state, shown: Shown, exclude: Batch | None, k: int, denied=None
 ):
-    """Ids and scores, `[batch, k]`, of a model from `split`.
+    """Recommends by a model from `split`: ids and scores, `[batch, k]`.
 
-    `recommended[deterministic]` is one of the two forms of `Programs`. With `denied`,
-    `[items]` bool, the model must be one that `can_deny`.
+    `recommended[True]` is the deterministic form, `recommended[False]` the default, see
+    `Programs`. If `denied`, `[items]` bool, is given, `can_deny` must be true of the model.
     """
     with merged(graphdef, state) as model:
         unwanted = None if exclude is None else exclude.take()

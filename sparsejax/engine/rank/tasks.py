@@ -1,4 +1,4 @@
-"""Batches of rows with held-out entries, and the programs that measure models on them."""
+"""Batches of rows with held-out entries, and compiled programs that measure models on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsejax.mesh.layout import replicated
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.metrics.ranking import METRICS
 
-# Metrics that count held-out entries without an item number, too.
+# Metrics that also count held-out entries of unknown items.
 _WITH_LEFT_OUT = {
     name
     for name, metric in METRICS.items()
@@ -31,15 +31,15 @@ _WITH_LEFT_OUT = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankingTask:
-    """A batch of rows for which a model should find the held-out items.
+    """A batch of rows, with the held-out items that a model should rank high.
 
     Attributes:
-      shown: the data that the model is shown.
-      exclude: items that it may not recommend, or None.
-      labels: items that it should find.
-      left_out: `[batch]` number of held-out entries that have no item number, or None.
-      candidates: `[batch, count]` the items to rank. In each row ids ascend, and -1 stands
-        for no item. None ranks all items.
+      shown: inputs of the model.
+      exclude: items that must not be recommended, or None.
+      labels: held-out items of each row.
+      left_out: `[batch]` number of held-out entries without an item number, or None.
+      candidates: `[batch, count]` ids to rank. They ascend in each row, and -1 stands for no item.
+          None ranks all items.
     """
 
     shown: Shown
@@ -51,14 +51,16 @@ class RankingTask:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tasks:
-    """All batches: an iterable of `RankingTask`, which has the attributes of one batch.
+    """An iterable of `RankingTask`s.
+
+    Each attribute has all batches of the attribute named so there.
 
     Attributes:
-      shown: batches of the data that the model is shown.
-      exclude: batches of the items that it may not recommend, or None.
-      labels: batches of the items that it should find.
-      left_out: `[steps, batch]`, or None.
-      candidates: `[steps, batch, count]`, or None.
+      shown: batches of the inputs of the model.
+      exclude: batches of items that must not be recommended, or None.
+      labels: batches of held-out items.
+      left_out: `[steps, batch]` number of held-out entries without an item number, or None.
+      candidates: `[steps, batch, count]` ids to rank, or None.
     """
 
     shown: Batches | NamedBatches
@@ -88,10 +90,10 @@ def ranked(
     *,
     deterministic: bool,
 ) -> tuple[Array, ...]:
-    """Ids and scores, `[batch, k]`, of the items that a model from `split` recommends.
+    """Ids and scores, `[batch, k]`, of the items that a model from `split` recommends for a task.
 
-    With `denied`, `[items]` bool, the model must be one that `can_deny`. The candidates
-    of a task do not include such items.
+    If `denied`, `[items]` bool, is given, `can_deny` must be true of the model. The candidates of
+    a task do not include such items.
     """
     if task.candidates is None:
         return recommended[deterministic](
@@ -102,7 +104,7 @@ def ranked(
     )
 
 
-# A program of its own: models and baselines share it.
+# A separate program, so that models and baselines share it.
 @functools.partial(Programs, static_argnames="ks", donate_argnames="counts")
 def measured(
     found: tuple[Array, ...],
@@ -113,24 +115,24 @@ def measured(
 ):
     """Metrics of each row, and how often each item is recommended.
 
-    `measured[deterministic]` is it, in one of the two forms of `Programs`.
+    `measured[True]` is the deterministic form, `measured[False]` the default, see `Programs`.
 
     Args:
       found: result of `ranked`, with at least `max(ks)` columns.
-      labels: items that the model should find.
-      left_out: `[batch]` number of held-out entries that have no item number, or None.
-      counts: `[len(ks), items]` int32, of the batches before.
+      labels: held-out items of each row.
+      left_out: `[batch]` number of held-out entries without an item number, or None.
+      counts: `[len(ks), items]` int32 recommendation counts of the earlier batches.
       ks: the cut-offs.
 
     Returns:
-      `[len(ks) * len(METRICS), batch]`, NaN for a row with a NaN score; and `counts`, to
-      which these recommendations are added.
+      Metrics `[len(ks) * len(METRICS), batch]`, NaN for a row with a NaN score; and `counts`,
+      increased by these recommendations.
     """
     ids, scores, *_ = found
     wanted = labels.take()
     values = [value for k in ks for value in _values(ids, wanted, left_out, k)]
     bad = jnp.isnan(scores).any(axis=1)
-    # Rows that only fill up the last batch have nothing to find.
+    # Padding rows of the last batch have no labels.
     lengths = wanted.row_lengths()
     lengths = lengths if left_out is None else lengths + left_out
     ids = jnp.where(lengths[:, None] > 0, ids, -1)
@@ -141,7 +143,7 @@ def measured(
 
 
 def _values(ids, labels: SparseRows, left_out: Array | None, k: int):
-    """`[batch]` each of `METRICS`, in this order."""
+    """The `METRICS`, in their order, each `[batch]`."""
     further = {"left_out": left_out}
     return [
         metric(ids, labels, k, **(further if name in _WITH_LEFT_OUT else {}))
@@ -153,9 +155,9 @@ def _values(ids, labels: SparseRows, left_out: Array | None, k: int):
 def _ranked_among(
     graphdef, state, shown: Shown, exclude: Batch | None, candidates: Array, k: int
 ):
-    """The `recommended` among the `candidates: [batch, count]` alone.
+    """Ranks only the `candidates: [batch, count]`; returns ids and scores as `recommended` does.
 
-    In each row candidates ascend, and -1 stands for no item.
+    Candidates ascend in each row, and -1 stands for no item.
     """
     candidates = jnp.asarray(candidates)
     valid = candidates >= 0
@@ -165,7 +167,7 @@ def _ranked_among(
         scores = model.item_scores(taken(shown), jnp.maximum(candidates, 0))
     scores = jnp.where(valid, scores, -jnp.inf)
     room = max(k - candidates.shape[1], 0)
-    best, at = jax.lax.top_k(scores, k - room)  # ties go to the first: the lower id
+    best, at = jax.lax.top_k(scores, k - room)  # equal scores: the lower id comes first
     ids = jnp.take_along_axis(candidates, at, axis=1)
     ids = jnp.where(best == -jnp.inf, -1, ids)
     best = jnp.where(jnp.isnan(scores).any(axis=1, keepdims=True), jnp.nan, best)

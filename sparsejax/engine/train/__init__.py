@@ -1,1 +1,1 @@
-"""Training: a job's dispatches, data on the devices, checkpoints, memory."""
+"""Training: dispatches of steps, data on the devices, checkpoints, memory estimates."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: written whole, verified when read."""
+"""Checkpoints of a training run. They are written atomically and verified when read."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import HostRows, Optimizer
 from sparsejax.sparse import CSR
 
-if TYPE_CHECKING:  # its 230 modules are imported while a program of ours is compiled
+if TYPE_CHECKING:  # imported lazily: its 230 modules load while a program compiles
     from orbax.checkpoint import v1 as ocp
 
-_KEPT = 3  # newest checkpoints that are kept; the best one is kept, too
-VERSION = 1  # of the record
-_HOST_ROWS = "host_rows"  # a folder, of rows that are in host memory
-_METADATA = "_CHECKPOINT_METADATA"  # orbax's file, which also holds the record
+_KEPT = 3  # number of newest checkpoints that are kept; the best one is kept, too
+VERSION = 1  # version of the record's format
+_HOST_ROWS = "host_rows"  # name of the folder with rows that are in host memory
+_METADATA = "_CHECKPOINT_METADATA"  # file of orbax, which also contains our record
 _HANDLERS = r"orbax\.checkpoint\.[\w.]+\.(PyTreeHandler|MetricsHandler)"
 _FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint could not be used, so an older one was used."""
+    """A checkpoint could not be used, so an older one is used."""
 
 
 class Checkpoints:
-    """The checkpoints of one run in one directory.
+    """The checkpoints of one run, stored in one directory.
 
-    Each holds the state of a tuple of NNX modules (parameters, optimizer state, random
-    keys) and a record: how far training had come, which run it was, and checksums.
-    Orbax writes a checkpoint under a temporary name and renames it, so a killed process
-    leaves no incomplete checkpoint. The checksums are compared on reading, because the
-    storage format itself does not notice a changed byte.
+    Each contains the state of a tuple of NNX modules (parameters, optimizer state, random keys)
+    and a record: the progress of training, the identity of the run, and checksums.
+    Orbax writes a checkpoint under a temporary name and renames it, so a killed process leaves no
+    incomplete checkpoint. The checksums are verified on reading, as the storage format does not
+    detect changed bytes.
 
     The newest three checkpoints are kept, and the one with the highest `score`.
 
@@ -63,9 +63,9 @@ class Checkpoints:
     a mesh. Several processes call each method together, and must share a file system.
 
     Args:
-      directory: the folder, made when the first checkpoint is saved.
-      identity: JSON values that identify the run. They are kept with each checkpoint. A
-        checkpoint with other values is refused.
+      directory: folder, which is made when the first checkpoint is saved.
+      identity: JSON values that identify the run. They are stored in each checkpoint, and a
+          checkpoint with other values is rejected.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A context in which no other process can hold the directory, see `locks.locked`.
+        """A context that locks the directory against other processes, see `locks.locked`.
 
         Raises:
-          BlockingIOError: another process holds it.
+          BlockingIOError: another process has locked it.
         """
         with processes.alone_in(os.fspath(self.directory)):
             yield
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint, ascending."""
+        """Numbers of the steps that have a checkpoint, in ascending order."""
         if not self.directory.is_dir():
             return []
         names = (path.name for path in self.directory.iterdir() if path.is_dir())
@@ -104,13 +104,14 @@ class Checkpoints:
         *,
         score: float | None = None,
     ) -> None:
-        """Writes one checkpoint and returns when it is safe on disk.
+        """Writes a checkpoint, and returns when it is on disk.
 
         Args:
-          step: the checkpoint's name. An older one of the same step is replaced.
+          step: number of the step, which names the checkpoint. An older one with this number is
+              replaced.
           modules: NNX modules.
-          progress: JSON values; floats come back bit for bit.
-          score: how good it is (higher is better), if that was measured.
+          progress: JSON values; floats are restored exactly.
+          score: quality of the model (higher is better), or None if it was not measured.
 
         Raises:
           OSError: the checkpoint cannot be written. Earlier ones are unharmed.
@@ -131,7 +132,7 @@ class Checkpoints:
             ]
         )
         try:
-            # Before the checkpoint that names them.
+            # Written first: the checkpoint refers to these files.
             files = {
                 name: tuple(host.save(self._host_folder(name)))
                 for name, host in hosts.items()
@@ -169,7 +170,7 @@ class Checkpoints:
             self._remove_unnamed()
 
     def _host_folder(self, name: str) -> epath.Path:
-        """Where the rows of a parameter are that are in host memory."""
+        """Folder for the rows of a parameter that are in host memory."""
         return (
             self.directory
             / _HOST_ROWS
@@ -177,10 +178,10 @@ class Checkpoints:
         )
 
     def _remove_unnamed(self) -> None:
-        """Removes files of rows that no checkpoint names."""
+        """Removes files of rows that no checkpoint refers to."""
         try:
             records = [_opened(self.directory / str(step)) for step in self.steps()]
-        except _Damaged:  # it may name any
+        except _Damaged:  # a damaged record may refer to any file
             return
         named = {
             self._host_folder(name) / file
@@ -194,42 +195,41 @@ class Checkpoints:
                     path.unlink()
 
     def check(self) -> None:
-        """Checks that the checkpoints are of this run, and of this release.
+        """Checks that the checkpoints belong to this run and this release.
 
         Raises:
-          ValueError: a checkpoint is of another run or release. The message says how it
-            differs.
+          ValueError: a checkpoint belongs to another run or release. The message names the
+              difference.
         """
         for step in self.steps():
-            with contextlib.suppress(_Damaged):  # `restore` will say so
+            with contextlib.suppress(_Damaged):  # `restore` reports the damage
                 self._record(step)
 
     def restore(
         self, modules: tuple[Any, ...], *, best: bool = False
     ) -> dict[str, Any] | None:
-        """Loads the newest sound checkpoint into the modules.
+        """Loads the newest undamaged checkpoint into the modules.
 
-        If it is damaged, the one before it is used, with a `CheckpointWarning`.
+        If the newest is damaged, the previous one is used, with a `CheckpointWarning`.
 
         Args:
-          modules: modules like those that were saved, with any values; or with
-            shapes (`jax.ShapeDtypeStruct`) in place of arrays, which say where each array
-            goes.
-          best: prefer the checkpoint with the highest score to the newest.
+          modules: modules of equal structure as those saved, with any values, or with shapes
+              (`jax.ShapeDtypeStruct`) in place of arrays, whose shardings give the placement.
+          best: whether the checkpoint with the highest score is preferred to the newest.
 
         Returns:
-          The `progress` it was saved with, or None where there is no checkpoint.
+          The `progress` of the checkpoint, or None if there is no checkpoint.
 
         Raises:
-          ValueError: a checkpoint is of another run, model, optimizer or release, or all
-            checkpoints are damaged.
+          ValueError: a checkpoint belongs to another run, model, optimizer or release, or all are
+              damaged.
         """
         steps = self.steps()[::-1]
         if not steps:
             return None
         self.check()
         if best:
-            # Stable: among steps without a score the newest stays first.
+            # A stable sort: among steps without a score the newest stays first.
             steps.sort(key=lambda step: -self._score(step))
         for step in steps:
             progress, arrays, failure = {}, {}, ""
@@ -239,17 +239,16 @@ class Checkpoints:
                 arrays = self._load(step, modules, record)
             except _Damaged as error:
                 failure = str(error)
-            # Each process reads its own part. The damage may be in another process's
-            # part.
+            # Each process reads its own part, so another process may have found the damage.
             if not processes.is_true_anywhere(bool(failure)):
                 _set_arrays(modules, arrays)
                 for host in _host_rows(modules)[0].values():
-                    # The number of the devices' state may belong to an earlier
-                    # checkpoint now.
+                    # The state on the devices may now come from an earlier checkpoint, so slot
+                    # numbers are not valid.
                     host.forget_slots()
                 return progress
             if processes.is_true_anywhere(not (self.directory / str(step)).is_dir()):
-                continue  # a training that is still running has removed it
+                continue  # another process removed it, whose training still runs
             warnings.warn(
                 f"checkpoint {self.directory / str(step)} is damaged and was skipped "
                 f"({failure or 'in another process'})",
@@ -257,7 +256,7 @@ class Checkpoints:
                 stacklevel=2,
             )
         if processes.is_true_anywhere(self.steps()[::-1] != sorted(steps)[::-1]):
-            return self.restore(modules, best=best)  # that training saved others
+            return self.restore(modules, best=best)  # that process saved newer ones
         raise ValueError(
             f"no checkpoint in {self.directory} can be read; start again in another "
             "directory"
@@ -265,28 +264,29 @@ class Checkpoints:
 
     @staticmethod
     def compile_checksums(modules: tuple[Any, ...]) -> Callable[[], None]:
-        """A call that compiles the program of `save` and `restore`, for another thread.
+        """A function that compiles the checksum program of `save` and `restore`, to call in a
+        thread.
 
-        The modules may have shapes in place of arrays. They may be changed meanwhile.
+        The modules may have shapes in place of arrays, and may change while it runs.
         """
         shapes = as_shapes(_arrays(nnx.state(modules)))
         return functools.partial(_checksums[False].compile_ahead, shapes)
 
     def progress(self) -> dict[str, Any] | None:
-        """How far training had come at the newest checkpoint whose record can be read.
+        """The progress stored in the newest checkpoint whose record can be read.
 
-        The arrays are not read. Returns None if there is no such checkpoint.
+        Arrays are not read. The result is None if there is no such checkpoint.
 
         Raises:
-          ValueError: a checkpoint is of another run, or of another release.
+          ValueError: a checkpoint belongs to another run or another release.
         """
         for step in reversed(self.steps()):
-            with contextlib.suppress(_Damaged):  # `restore` will say so
+            with contextlib.suppress(_Damaged):  # `restore` reports the damage
                 return dict(self._record(step).progress)
         return None
 
     def _record(self, step: int) -> _Record:
-        """The record of a checkpoint of this run."""
+        """Reads the record of a checkpoint, and checks that it belongs to this run."""
         path = self.directory / str(step)
         record = _opened(path)
         theirs, ours = record.identity, self.identity
@@ -303,13 +303,13 @@ class Checkpoints:
         try:
             score = self._record(step).score
         except _Damaged:
-            return math.inf  # tried first, so that the user is warned
+            return math.inf  # sorted first, so that `restore` reads it and warns
         return -math.inf if score is None else score
 
     def _load(
         self, step: int, modules: tuple[Any, ...], record: _Record
     ) -> dict[str, jax.Array]:
-        """The arrays of a checkpoint, compared with their checksums."""
+        """Reads the arrays of a checkpoint and verifies their checksums."""
         from orbax.checkpoint import v1 as ocp
 
         path = self.directory / str(step)
@@ -339,7 +339,7 @@ class Checkpoints:
                 )
             except Exception as error:  # noqa: BLE001 - whatever a damaged file raises
                 failure = _first_line(error)
-            if failure:  # let reads that are still running fail now, not later
+            if failure:  # makes reads that are still running fail now, not later
                 time.sleep(0.1)
                 gc.collect()
         if failure:
@@ -367,7 +367,7 @@ class Checkpoints:
         return arrays
 
     def delete_after(self, step: int) -> None:
-        """Removes checkpoints later than `step`: damaged ones that were passed over."""
+        """Removes checkpoints later than `step`: damaged ones that `restore` skipped."""
 
         def delete():
             for later in self.steps():
@@ -383,15 +383,15 @@ class _Damaged(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Record:
-    """The facts of a checkpoint beside its arrays and the version.
+    """The record of a checkpoint: everything but its arrays and its version.
 
     Attributes:
-      identity: settings and data of the run, which a resume compares.
-      progress: how far training had come.
+      identity: settings and data of the run, compared when training resumes.
+      progress: progress of the training.
       shapes: shapes of the arrays.
       checksums: checksums of the arrays.
-      score: how good it is, if that was measured.
-      host_rows: the files of parameters whose rows are in host memory.
+      score: quality of the model, or None if it was not measured.
+      host_rows: files with the parameter rows that are in host memory.
     """
 
     identity: Mapping[str, Any]
@@ -409,18 +409,18 @@ def _sealed(record: _Record) -> dict[str, str]:
 
 
 def _opened(path: epath.Path) -> _Record:
-    """The record of the checkpoint in a folder. Nothing that it names is run."""
+    """Reads the record of the checkpoint in a folder. No code that it names is executed."""
     try:
         metadata = codec.parse((path / _METADATA).read_text(), finite=False)
         handlers = metadata["item_handlers"].values()
         sealed = metadata["custom_metadata"]
         is_whole = sealed["digest"] == _digest(sealed["record"])
-        # The best score of a training is -inf before its first epoch.
+        # Before the first epoch, the best score is -inf.
         stated = codec.parse(sealed["record"], finite=False)
         version = stated.pop("version")
     except Exception as error:  # noqa: BLE001 - whatever a damaged file raises
         raise _Damaged(f"its record cannot be read: {_first_line(error)}") from None
-    # Orbax looks for a handler only among those that it has; it imports none.
+    # Orbax chooses among registered handlers only; it imports none.
     for name in handlers:
         if not re.fullmatch(_HANDLERS, str(name)):
             raise _Damaged(f"its arrays need a handler that is not known: {name!r}")
@@ -442,7 +442,7 @@ def _digest(text: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """The first cause of an error, in one line."""
+    """The first line of an error's original cause."""
     while cause := error.__cause__ or error.__context__:
         if not isinstance(cause, Exception):
             break
@@ -452,11 +452,12 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Drops the lines that orbax and asyncio print when a read fails with an exception."""
+    """Suppresses the output of orbax and asyncio when a read raises an exception."""
     loggers = [logging.getLogger(name) for name in ("", "absl", "asyncio")]
     hook = sys.unraisablehook
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-        warnings.simplefilter("ignore", RuntimeWarning)  # "coroutine was never awaited"
+        # suppresses "coroutine was never awaited"
+        warnings.simplefilter("ignore", RuntimeWarning)
         for logger in loggers:
             logger.addFilter(_no_record)
             stack.callback(logger.removeFilter, _no_record)
@@ -470,10 +471,10 @@ def _no_record(record: logging.LogRecord) -> bool:
 
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """One 32-bit number for each array, the same however it is sharded.
+    """A 32-bit checksum for each array, which does not depend on its sharding.
 
-    The sum over all elements of the element's bits times an odd number that depends on
-    its position, modulo 2^32. A change of any single element changes the sum.
+    The checksum is the sum of each element's bits times an odd number that depends on its
+    position, modulo 2^32. A change of any single element changes the sum.
     """
     return {name: int(value) for name, value in _checksums[False](dict(arrays)).items()}
 
@@ -485,7 +486,7 @@ def _checksums(arrays):
             array = array.astype(jnp.uint8)
         width = jnp.dtype(array.dtype).itemsize * 8
         bits = jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
-        # Computed axis by axis, so that each device makes its own part.
+        # Computed axis by axis, so that each device only processes its own part.
         position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
         for axis in reversed(range(bits.ndim)):
             place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
@@ -497,9 +498,9 @@ def _checksums(arrays):
 
 
 def fingerprint(*parts: CSR | jax.Array | np.ndarray) -> str:
-    """A hash of matrices, arrays and names: the same string for the same content.
+    """A hash of matrices, arrays and names; equal contents have equal hashes.
 
-    Padding of a CSR does not count.
+    Padding of a CSR is not hashed.
     """
     digest = hashlib.blake2b(digest_size=16)
 
@@ -524,10 +525,10 @@ def fingerprint(*parts: CSR | jax.Array | np.ndarray) -> str:
 
 
 def _uncompressed() -> ocp.Context:
-    """Orbax's options, without compression.
+    """Orbax's context without compression.
 
-    Trained numbers hardly get smaller, and compressing them takes most of the time of a save,
-    and a third of the time of a restore.
+    Trained weights hardly compress, and compression would take most of the time of a save and a
+    third of the time of a restore.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -537,13 +538,15 @@ def _uncompressed() -> ocp.Context:
 
 
 def _arrays(state) -> dict[str, Any]:
-    """Arrays or their shapes by path; typed random keys as the integers they are made of."""
+    """Arrays or their shapes by path; typed random keys are converted to integers."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(state))
     return {jax.tree_util.keystr(path): _plain(leaf) for path, leaf in leaves}
 
 
 def _not_empty(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays that orbax can write, without empty ones such as a kernel of no dense columns."""
+    """The non-empty arrays: orbax cannot write empty ones, such as a kernel of no dense
+    columns.
+    """
     return {name: array for name, array in arrays.items() if array.size}
 
 
@@ -560,7 +563,7 @@ def _plain(leaf):
 
 
 def _key_impl(keys):
-    """`jax.random.key_impl` of keys or of their shape."""
+    """`jax.random.key_impl` of a key array, or of its `ShapeDtypeStruct`."""
     found = []
     jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), keys)
     return found[0]
@@ -569,7 +572,9 @@ def _key_impl(keys):
 def _host_rows(
     modules: tuple[Any, ...],
 ) -> tuple[dict[str, HostRows], nnx.filterlib.Filter]:
-    """Rows in host memory by the paths of their parameters, and a filter of other variables."""
+    """Rows in host memory, by the path of their parameter; and a filter for all other
+    variables.
+    """
     found: dict[str, HostRows] = {}
     for path, kernel in row_params(modules).items():
         if (host := kernel.get_metadata().get("host")) is not None:

@@ -1,7 +1,7 @@
-"""Dispatches: many training steps as one call of one compiled program.
+"""Dispatches: many training steps in one call of a compiled program.
 
-A loop of your own trains as fast as `fit`, on one device or under
-`jax.set_mesh(make_mesh(...))`, and with the same bits::
+A custom loop trains as fast as `fit`, on one device or under `jax.set_mesh(make_mesh(...))`, and
+with bitwise equal results::
 
     examples = training.place(train)                              # on the devices
     epochs = training.Epochs(examples, batch_size=512, num_epochs=20)
@@ -53,30 +53,30 @@ from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Looping
 
-# A program is compiled for this many epochs: it has room for the largest of their batches.
+# A program is compiled for this many epochs: its capacities fit the largest of their batches.
 _EPOCHS_OF_A_PROGRAM = 32
 
-# Entries of all batches of a dispatch: about 300 MB, or 500 of numbers that are only copied, and
-# several milliseconds of work. The host needs a millisecond or two for a dispatch, and cannot hide
-# it where steps have conditions.
+# Maximum number of entries in all batches of a dispatch. They need about 300 MB, or 500 MB for
+# numbers that are only copied, and take several milliseconds. The host needs one or two
+# milliseconds for a dispatch, which it cannot overlap if steps have conditions.
 _DISPATCH_ENTRIES = 2**23
 
 
 @runtime_checkable
 class Projected(Protocol):
-    """A model whose parameters are moved once more after each step."""
+    """A model whose parameters are projected after each step."""
 
     def project(self) -> None:
-        """Brings parameters back to where they may be, such as under a norm, in place.
+        """Projects parameters in place onto the values that they may have, such as a norm ball.
 
-        It sees rows of `RowParam`s as they are, also if they are behind.
+        Rows of a `RowParam` with pending updates are seen without these updates.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Dispatch:
-    """Some steps of an epoch; `Epochs.dispatches` makes it, `Program.launch` runs it.
+    """Some steps of an epoch, made by `Epochs.dispatches` and run by `Program.launch`.
 
     >>> epochs = Epochs(place(train), batch_size=512, num_epochs=20)
     >>> dispatch = next(epochs.dispatches(0))
@@ -85,12 +85,12 @@ class Dispatch:
 
     Attributes:
       data: the examples on the devices.
-      rows: `[steps, data, batch_size / data]` rows of each step of an epoch, or of a
-        chunk of streamed data; -1 stands for no row.
-      first: place in `rows` at which the steps of this dispatch begin.
-      examples: for each step of this dispatch, how many examples it has.
+      rows: `[steps, data, batch_size / data]` row numbers for each step of an epoch, or of a chunk
+          of streamed data; -1 stands for no row.
+      first: index in `rows` of the first step of this dispatch.
+      examples: number of examples of each step of this dispatch.
       sizes: sizes that the program is compiled for.
-      is_last: whether the steps are the last ones of `rows`.
+      is_last: whether this dispatch contains the last step of `rows`.
     """
 
     data: Resident
@@ -107,38 +107,38 @@ class Dispatch:
 
 
 class Epochs:
-    """The order in which examples are trained on, for each epoch.
+    """The order of the training examples in each epoch.
 
     >>> examples = place(train)
     >>> epochs = Epochs(examples, batch_size=512, num_epochs=20)
     >>> sum(dispatch.count for dispatch in epochs.dispatches(0)) == -(-32711 // 512)
     True
 
-    The order depends on `seed`, the epoch and the batch size only; a mesh divides the
-    same batches. Histories are put into batches of nearly equal numbers of entries, other
-    ones in each epoch. If the mesh of `jax.set_mesh` divides batches, the examples must have
-    been placed under the same mesh.
+    The order depends only on `seed`, the epoch and the batch size; a mesh divides the same
+    batches. Histories are grouped into batches with nearly equal numbers of entries, in a new way
+    in each epoch. If the mesh of `jax.set_mesh` divides batches, the examples must have been
+    placed under the same mesh.
 
-    One program serves the dispatches of 32 epochs. It has room for the largest of their
-    batches, which is looked up before the first of these epochs begins.
+    One program serves the dispatches of 32 epochs. Its capacities fit the largest of their
+    batches, whose size is computed before the first of these epochs begins.
 
     Args:
       examples: examples from `place`.
-      batch_size: examples of a step; a multiple of 64 on a mesh that divides batches. The
-        last batch of an epoch may be smaller.
-      num_epochs: how many epochs there will be.
+      batch_size: examples of a step. On a mesh that divides batches it must be a multiple of 64.
+          The last batch of an epoch may be smaller.
+      num_epochs: number of epochs.
       seed: seed of the order.
-      shuffle: False keeps the order of the data in each epoch: the first batch has the
-        first rows.
+      shuffle: whether the order is random. Otherwise each epoch has the order of the data: the
+          first batch has the first rows.
 
     Attributes:
-      batch_size: rows of a step, including those that stand for no example.
+      batch_size: rows of a step, including padding rows.
       num_epochs: the argument.
       num_rows: examples of an epoch.
 
     Raises:
-      ValueError: a number is out of range, or the mesh does not divide the batch; or
-        scanned data would be divided over devices in its own order.
+      ValueError: a number is out of range, or the mesh does not divide the batch; or scanned data
+          without shuffling would be divided over devices.
     """
 
     def __init__(
@@ -150,7 +150,8 @@ class Epochs:
         seed: int = 0,
         shuffle: bool = True,
     ):
-        Looping(batch_size=batch_size, num_epochs=num_epochs, seed=seed)  # checks them
+        # raises an error for invalid values
+        Looping(batch_size=batch_size, num_epochs=num_epochs, seed=seed)
         self.num_epochs, self.num_rows = num_epochs, examples.num_rows
         self._examples, self._seed, self._shuffle = examples, seed, shuffle
         self._parts = parts_of_axes()[0]
@@ -164,15 +165,15 @@ class Epochs:
         self._found: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def dispatches(self, epoch: int, *, position: int = 0) -> Iterator[Dispatch]:
-        """The dispatches of an epoch, one after the other.
+        """Iterates over the dispatches of an epoch.
 
         Args:
           epoch: number of the epoch, from 0 to `num_epochs - 1`.
-          position: number of steps to leave out at the beginning: the sum of `count` over
-            the epoch's first dispatches.
+          position: number of steps to skip at the beginning: the sum of `count` over the
+              dispatches to skip.
 
         Raises:
-          ValueError: there is no such epoch.
+          ValueError: `epoch` is out of range.
         """
         if not 0 <= epoch < self.num_epochs:
             raise ValueError(
@@ -180,14 +181,15 @@ class Epochs:
                 "larger num_epochs"
             )
         chunks = self._chunks(epoch)
-        # The next epoch's first chunk is read while this one's last is trained on.
+        # The first chunk of the next epoch is read while the last one of this epoch is trained on.
         more = epoch + 1 < self.num_epochs
         after = self._chunks(epoch + 1)[:1] if more else [None]
         start = 0
         for chunk, following in zip(chunks, chunks[1:] + after, strict=True):
             steps = math.ceil(self._examples.chunks[chunk] / self.batch_size)
             if position < start + steps:
-                # No variable holds the data, so its memory is free for the next chunk.
+                # No variable refers to the data, so that its memory is freed before the next
+                # chunk.
                 yield from self._of_chunk(
                     self._examples.on_device(chunk, following),
                     chunk,
@@ -197,7 +199,7 @@ class Epochs:
             start += steps
 
     def _chunks(self, epoch: int) -> list[int]:
-        """The chunks in the order of an epoch."""
+        """The numbers of the chunks, in the order of an epoch."""
         if not self._shuffle:
             return list(range(len(self._examples.chunks)))
         return self._examples.order(self._seed, epoch)
@@ -210,7 +212,7 @@ class Epochs:
         entries = entries_of_step(capacities, self._parts, data.sparse_inputs)
         steps, full, padded = steps_per_dispatch(entries), False, fills_dispatches()
         if padded:
-            # Chunks have different numbers of steps, and one program for all.
+            # Chunks have different numbers of steps, but share one program.
             largest = math.ceil(max(self._examples.chunks) / self.batch_size)
             steps = even_steps(largest, steps)
             one_chunk = len(self._examples.chunks) == 1
@@ -229,7 +231,7 @@ class Epochs:
             )
 
     def _order(self, data: Resident, chunk: int, epoch: int):
-        # JAX's caches would turn an exception of a signal's handler into another one.
+        # A signal handler's exception would be replaced by another one inside JAX's caches.
         with interrupts.uninterrupted():
             return _ordered[False](
                 self._key,
@@ -246,7 +248,7 @@ class Epochs:
         return self._shuffle and data.roles.even
 
     def _capacities(self, data: Resident, chunk: int, epoch: int) -> tuple[int, ...]:
-        """For each matrix, the room for its largest batch of many epochs."""
+        """For each matrix, the capacity for its largest batch in many epochs."""
         period = epoch // _EPOCHS_OF_A_PROGRAM
         if (chunk, period) not in self._found:
             first = period * _EPOCHS_OF_A_PROGRAM
@@ -256,14 +258,14 @@ class Epochs:
                 for epoch in range(first, last)
             ]
             largest = map(max, zip(*needed, strict=True))
-            # Batches that are alike need the same room in each epoch.
+            # Evened batches need equal capacities in each epoch, so a close one is enough.
             room = close_bucket if self._is_evened(data) else bucket
             self._found[chunk, period] = tuple(map(room, largest))
         return self._found[chunk, period]
 
 
 class Program[Model: nnx.Module | Trainable]:
-    """The program that trains a model and its optimizer, one dispatch at a time.
+    """A compiled program that trains a model and its optimizer, one dispatch at a time.
 
     >>> epochs = Epochs(place(train), batch_size=512, num_epochs=20)
     >>> program = Program(model, optimizer)
@@ -271,25 +273,25 @@ class Program[Model: nnx.Module | Trainable]:
     >>> program.launch(dispatch).shape == (dispatch.count,)
     True
 
-    Parameters and state are overwritten in place; a copy by `nnx.clone` keeps its
-    values. The model is switched to training (`model.train()`), and on a mesh everything
-    in model and optimizer that is not divided is copied to every device.
+    Parameters and state are overwritten in place; a copy made by `nnx.clone` keeps its values. The
+    model is set to training mode (`model.train()`). On a mesh, all arrays of model and optimizer
+    that are not divided are copied to every device.
 
-    The program is compiled when it is first launched. Later programs reuse it, also for
-    other models of the same network, shapes and settings.
+    The program is compiled at the first launch. Later `Program`s reuse it, also for other models
+    with equal network, shapes and settings.
 
     Args:
       model: a `FeedForward`, or a module with the methods of `Trainable`; for clicks a click
         model, such as `DLRM`, or a module that is called as `model(dense, ids)`.
       optimizer: the optimizer of this model.
-      fused: apply the gradient of each chunk of the output's items where it is made, see
-        `fit`.
-      deterministic: give the same bits in every process on the same kind of GPU, see
-        `fit`. Then call `optimizer.flush(model, deterministic=True)`, too.
+      fused: whether the gradient of each chunk of output items is applied as soon as it is
+          computed, see `fit`.
+      deterministic: whether results are bitwise equal in every process on GPUs of one kind, see
+          `fit`. If so, call `optimizer.flush(model, deterministic=True)`, too.
 
     Attributes:
       modules: model and optimizer.
-      variables: all their variables.
+      variables: all variables of model and optimizer.
 
     Raises:
       TypeError: the model or the optimizer has another type.
@@ -332,10 +334,10 @@ class Program[Model: nnx.Module | Trainable]:
         self._stagings: dict[TrainingTask, Staging | None] = {}
 
     def launch(self, dispatch: Dispatch) -> jax.Array:
-        """Starts the steps of a dispatch, and does not wait for their end.
+        """Starts the steps of a dispatch without waiting for them to end.
 
-        The next dispatch can be launched before they end. Then the devices do not wait
-        for the host.
+        The next dispatch can be launched before they end, so that the devices need not wait for
+        the host.
 
         Returns:
           `[dispatch.count]` float32, the loss of each step: the mean of
@@ -350,7 +352,7 @@ class Program[Model: nnx.Module | Trainable]:
         for count, staged in staging.parts(dispatch.data, dispatch.rows, *steps):
             part = dispatch
             if count < dispatch.count:
-                # It may have far fewer steps than there is room for.
+                # It may have far fewer steps than the capacity of the program.
                 part = dataclasses.replace(
                     dispatch,
                     first=dispatch.first + start,
@@ -374,19 +376,19 @@ class Program[Model: nnx.Module | Trainable]:
             return jax.tree.leaves(state), losses
 
         losses = self._flat.run(program)
-        # Cut now: after the next launch, it would wait for the end of that dispatch.
+        # Sliced now: after the next launch, the slice would wait for the end of that dispatch.
         return losses if dispatch.count == len(losses) else losses[: dispatch.count]
 
     def compile_ahead(self, dispatch: Dispatch) -> None:
-        """Compiles the program of a dispatch, if a command keeps programs."""
+        """Compiles the program for a dispatch, if a command caches programs on disk."""
         if self._staging_of(dispatch.data.roles) is not None:
-            return  # what it is given is not known yet
+            return  # its staged arguments are not known yet
         arrays = [variable.get_raw_value() for variable in self.variables]
         run_steps = self._steps[self._deterministic]
         run_steps.compile_ahead(*self._arguments(dispatch, arrays))
 
     def _arguments(self, dispatch: Dispatch, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments of `run_steps`."""
+        """The arguments of `run_steps` for a dispatch."""
         return (
             self._how,
             jax.tree.unflatten(self._flat.structure, arrays),
@@ -400,12 +402,12 @@ class Program[Model: nnx.Module | Trainable]:
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """The static part of a `Program`.
+    """The static part of a `Program`, a key of compiled programs.
 
     Attributes:
       graphdef: the graph of `(model, optimizer)`.
-      layout: how each array of their state lies on the mesh; None without one.
-      fused: whether the output's update is fused into its loss.
+      layout: sharding of each array of their state on the mesh; None without a mesh.
+      fused: whether the update of the output layer is fused into its loss.
     """
 
     graphdef: nnx.GraphDef
@@ -417,7 +419,8 @@ class How:
 
     @functools.cached_property
     def _hash(self) -> int:
-        # Each launch asks for it, and a graph of a hundred variables takes a millisecond.
+        # Cached: each launch needs it, and hashing a graph of a hundred variables takes a
+        # millisecond.
         return hash((self.graphdef, self.layout, self.fused))
 
 
@@ -439,15 +442,15 @@ def run_steps(
 ) -> tuple[Any, jax.Array]:
     """The compiled program: steps `first .. first + count - 1` of `rows`.
 
-    `run_steps[deterministic]` is the program, in one of the two forms of `Programs`.
+    `run_steps[True]` is the deterministic form, `run_steps[False]` the default, see `Programs`.
 
-    `count` is at most `sizes.steps` and not static: one program serves every dispatch of
-    an epoch. If dispatches are full, it is not read. If they are padded, steps from `count`
-    on repeat the last batch and change nothing. On a mesh the state keeps its layout, and
-    every device has the losses. `staged` is the result of `Staging`, if there is one.
+    `count` is at most `sizes.steps`, and not static, so that one program serves every dispatch of
+    an epoch. With `sizes.full` it is not read. With `sizes.padded`, steps from `count` on repeat
+    the last batch and change nothing. On a mesh the state keeps its layout, and the losses are
+    replicated. `staged` is the result of `Staging`, or None.
 
     Returns:
-      The state, and the losses `[sizes.steps]`, 0 from `count` on.
+      The state, and losses `[sizes.steps]`, which are 0 from step `count` on.
     """
     numbers = first + jnp.arange(sizes.steps)
     if sizes.padded:
@@ -491,7 +494,7 @@ def run_steps(
         return state, losses.at[i].set(jnp.asarray(loss, losses.dtype)), derived
 
     model, optimizer = nnx.merge(how.graphdef, state, copy=True)
-    # These three write rows without asking the optimizer.
+    # In these three cases, rows are written without calling the optimizer.
     asks = not (how.fused or isinstance(model, Projected) or begins)
     padded = sizes.padded and asks
     with optimizer.ahead(model, sizes.steps, count if padded else None):
@@ -506,40 +509,40 @@ def run_steps(
 
 
 def _of_step[Batch](batches: Batch, i: jax.Array) -> Batch:
-    """The batch of a step."""
+    """The batch of step `i`."""
     batch = jax.tree.map(lambda leaf: leaf[i], batches)
     if not isinstance(batch, jax.Array) or batch.dtype != jnp.float32:
         return batch
-    # Otherwise XLA makes one operation of the slice and a product that reads it, for which it
-    # compares no algorithms: the gradient of a layer with 13 inputs took 670 us in place of 25.
+    # Without the barrier, XLA fuses the slice with a product that reads it, and does not autotune
+    # this fusion: the gradient of a layer with 13 inputs took 670 us instead of 25.
     return lax.optimization_barrier(batch)
 
 
 def steps_per_dispatch(entries: int) -> int:
-    """Steps of a dispatch: enough to hide its launch.
+    """Number of steps in a dispatch: enough to hide the time of its launch.
 
-    On a CPU they are few, since a step may take seconds there. The batches of all steps
-    of a dispatch exist at once and are sorted together. Each has `entries` entries, see
-    `entries_of_step`, and the sort takes about 40 bytes per entry.
+    On a CPU the number is small, as a step may take seconds there. The batches of all steps of a
+    dispatch are in memory and sorted at once. Each has `entries` entries, see `entries_of_step`,
+    and the sort needs about 40 bytes per entry.
     """
     return 16 if jax.default_backend() == "cpu" else steps_on_gpu(entries)
 
 
 def steps_on_gpu(entries: int) -> int:
-    """Steps of a dispatch on a GPU, if each batch has this many entries."""
+    """Number of steps in a dispatch on a GPU, if each batch has this many entries."""
     return max(1, min(64, _DISPATCH_ENTRIES // max(1, entries)))
 
 
 def fills_dispatches() -> bool:
-    """Whether dispatches are full where they can be, see `Sizes`. A CPU gains nothing."""
+    """Whether dispatches are full where possible, see `Sizes`. It gains nothing on a CPU."""
     return jax.default_backend() != "cpu"
 
 
 def even_steps(total: int, most: int) -> int:
-    """Number of steps of a dispatch, at most `most`, so that it divides `total`.
+    """Number of steps in a dispatch: a number up to `most` that divides `total`.
 
-    If no number above an eighth of `most` divides `total`, the last dispatch has fewer steps.
-    The number is then chosen so that it has as few fewer as possible.
+    If no number above an eighth of `most` divides `total`, the last dispatch has fewer steps. The
+    number is then chosen so that the last dispatch lacks as few steps as possible.
     """
     fewest = min(total, max(1, most // 8))
     for steps in range(min(most, total), fewest - 1, -1):
@@ -551,42 +554,42 @@ def even_steps(total: int, most: int) -> int:
 def entries_of_step(
     capacities: Sequence[int], parts: int, sparse_inputs: Collection[int] = (0,)
 ) -> int:
-    """Entries that a device sorts in a step, and a 16th of the numbers that it only copies.
+    """Entries that a device sorts in a step, plus a 16th of the numbers that it only copies.
 
-    For a sparse input, a device sorts the entries of its columns, from all parts of the
-    batch.
+    For a sparse input, a device sorts those entries of all parts of the batch that belong to its
+    columns.
 
     Args:
-      capacities: for each matrix the room in a device's block of a batch.
+      capacities: for each matrix, the capacity of a device's block of a batch.
       parts: number of parts into which batches are divided.
-      sparse_inputs: the places of the matrices that are sorted.
+      sparse_inputs: positions of the matrices that are sorted.
     """
     by_column = sum(capacities[i] for i in sparse_inputs)
     return parts * by_column + (sum(capacities) - by_column) // 16
 
 
 def sorts_ahead() -> bool:
-    """Whether dispatches sort the inputs of all their steps at once, see `Sizes`.
+    """Whether a dispatch sorts the inputs of all its steps at once, see `Sizes`.
 
-    On a CPU it is quicker to work on one step at a time.
+    On a CPU it is faster to process one step at a time.
     """
     return jax.default_backend() != "cpu"
 
 
 def launches_ahead() -> bool:
-    """Whether `fit` launches a dispatch before it reads the losses of the last one.
+    """Whether `fit` launches a dispatch before it reads the losses of the previous one.
 
-    Several processes do not, because they ask each other something after each dispatch,
-    when it has ended. A CPU does not, because it is both the device and the host.
+    Several processes do not: they communicate after each dispatch has ended. A CPU does not: it is
+    both the device and the host.
     """
     return jax.process_count() == 1 and jax.default_backend() != "cpu"
 
 
 def step_size(batch_size: int, num_rows: int, data: int) -> int:
-    """Rows of a step, including those that stand for no example.
+    """Number of rows in a step, including padding rows.
 
     Raises:
-      ValueError: a batch cannot be divided over `data` devices.
+      ValueError: a batch of this size cannot be divided over `data` devices.
     """
     if batch_size % VIRTUAL_SHARDS == 0:
         return min(batch_size, -(-num_rows // VIRTUAL_SHARDS) * VIRTUAL_SHARDS)
@@ -608,14 +611,15 @@ def epoch_order(
     contiguous: bool = False,
     shuffle: bool = True,
 ) -> jax.Array:
-    """`[steps, data, batch_size / data]`: rows of each step of an epoch; -1 is no row.
+    """`[steps, data, batch_size / data]` row numbers for each step of an epoch; -1 is padding.
 
-    If 64 does not divide the batch size, the batches are consecutive parts of one
-    sequence. Position `p` of this sequence is entry `p // 64` of shard `p mod 64`. Row `r`
-    is in shard `r mod 64`; or, if shards are contiguous, in one of 64 consecutive parts.
-    Without `shuffle` step `s` has the rows from `s * batch_size` on.
+    If the batch size is no multiple of 64, the batches are consecutive parts of one sequence,
+    whose position `p` is entry `p // 64` of shard `p mod 64`. Row `r` is in shard `r mod 64`, or,
+    if shards are contiguous, in one of 64 consecutive ranges of rows.
+    Without `shuffle`, step `s` has the rows from `s * batch_size` on.
     """
-    contiguous = contiguous and shuffle  # else there is one part, which has all rows
+    # without shuffling there is one part with all rows
+    contiguous = contiguous and shuffle
     depth = -(-num_rows // VIRTUAL_SHARDS)
     steps = -(-num_rows // batch_size)
     epoch_key = jax.random.fold_in(key, epoch)
@@ -625,7 +629,7 @@ def epoch_order(
         exists = entry * VIRTUAL_SHARDS + shard < num_rows
         if shuffle:
             bits = jax.random.bits(jax.random.fold_in(epoch_key, shard), (depth,))
-            # The sort is stable and only the last entry can be missing: it stays last.
+            # Only the last entry can be padding. The sort is stable, so it stays last.
             bits = jnp.where(exists, bits, jnp.uint32(2**32 - 1))
             _, entry = lax.sort_key_val(bits, entry, is_stable=True)
         row = entry * VIRTUAL_SHARDS + shard
@@ -652,19 +656,19 @@ def epoch_order(
 def evened(
     order: jax.Array, loads: jax.Array, key: jax.Array, num_rows: int
 ) -> jax.Array:
-    """The rows of an epoch in batches whose loads are nearly equal.
+    """Exchanges rows between batches, so that the batches of an epoch have nearly equal loads.
 
-    A row keeps its place in a batch, so it stays in its shard and part. Places are taken
-    together at random: first two, then two pairs, and so on. The sums of one side, the
-    smallest first, meet the sums of the other, the largest first, so they differ less
-    each time. The last batch, if it is smaller, is the one whose mean is nearest to that of
-    all, of as many as there are batches.
+    A row keeps its position in the batch, and so its shard and part. Positions are merged in
+    random pairs: first two positions, then two pairs, and so on. In each merge the sums of one
+    side in ascending order are added to the sums of the other side in descending order, so that
+    the sums differ less each time. If the last batch is smaller, it is the one, of as many as
+    there are batches, whose mean load is nearest to the mean of all rows.
 
     Args:
       order: `[steps, data, batch / data]` from `epoch_order`.
-      loads: `[rows]` integers.
+      loads: `[rows]` integers: the load of each row.
       key: random key of the epoch.
-      num_rows: rows of the epoch.
+      num_rows: number of rows of the epoch.
     """
     steps, size = len(order), math.prod(order.shape[1:])
     rows, full = order.reshape(steps, size).T, num_rows // size
@@ -686,14 +690,14 @@ def evened(
 
     def meet(level, carry):
         sums, table = carry
-        # Places that are taken together have equal sums, and are sorted alike.
+        # Positions that are merged have equal sums, and are sorted in the same direction.
         falls = (number >> level) & 1 > 0
         keys = jnp.where(falls[:, None], -sums, sums)
         _, sums, table = lax.sort((keys, sums, table), dimension=1, num_keys=1)
         return sums + sums[number ^ (1 << level)], table
 
     _, table = lax.fori_loop(0, levels, meet, (_of_rows(loads, table), table))
-    # The sort must not decide which batch comes first.
+    # The batches are permuted, so that the sort does not decide their order.
     table = table[place[:size]][:, jax.random.permutation(of_steps, full)]
     return jnp.append(table, rows[:, full:], axis=1).T.reshape(order.shape)
 
@@ -715,8 +719,8 @@ def _ordered(
     shuffle: bool,
     evens_out: bool,
 ):
-    """The order of a chunk, and for each matrix the entries of its largest batch."""
-    if data.contiguous:  # there are other chunks
+    """The row order of a chunk, and for each matrix the entries of its largest batch."""
+    if data.contiguous:  # there may be further chunks
         key = jax.random.fold_in(key, chunk)
     order = epoch_order(
         key,
@@ -728,14 +732,14 @@ def _ordered(
         shuffle=shuffle,
     )
     if evens_out:
-        # Shards have the numbers below.
+        # Numbers below `VIRTUAL_SHARDS` are used for the keys of shards.
         number = jax.random.fold_in(jax.random.fold_in(key, epoch), VIRTUAL_SHARDS)
         order = evened(order, data.loads(), number, data.num_rows)
     return order, data.needed(order)
 
 
 def check_modules(model: Any, optimizer: Any) -> None:
-    """Raises TypeError if the two cannot be trained."""
+    """Raises TypeError if the model cannot be trained by the optimizer."""
     if not isinstance(optimizer, Optimizer):
         kind = type(optimizer)
         raise TypeError(
@@ -751,11 +755,12 @@ def check_modules(model: Any, optimizer: Any) -> None:
 
 
 def _check_divided(model: Any) -> None:
-    """Raises ValueError if a kernel is whole on every device of a mesh."""
+    """Raises ValueError if a kernel is unintentionally replicated on a mesh."""
     if parts_of_axes()[1] == 1:
         return
     for path, kernel in row_params(model).items():
-        # A kernel made for a mesh says how it lies there: it may be whole on every device.
+        # A kernel made for a mesh has a sharding in its metadata, which may replicate it on
+        # purpose.
         is_meant = kernel.get_metadata().get("out_sharding") is not None
         if kernel[...].sharding.is_fully_replicated and not is_meant:
             raise ValueError(

@@ -1,8 +1,7 @@
-"""Trains on files as they appear, each once, until a signal ends it.
+"""Trains on files as they appear in a folder, once on each, until a signal arrives.
 
-The batches of a file are its rows in their order, and no batch has rows of two files.
-So the result depends on the files alone, not on when they came or on how often it was
-interrupted.
+Batches contain the rows of a file in order, and no batch has rows of two files. So the result
+depends on the files alone, not on their times of arrival or on interruptions.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ from sparsejax.options.training import Exact, Saved
 from sparsejax.sparse import CSR, host_rows, with_room
 
 _KEPT = 1000  # newest entries of the history that are kept
-_NAP = 0.25  # seconds after which a waiting process looks for a signal
+_NAP = 0.25  # seconds between two checks for a signal while it waits
 
 
 @dataclasses.dataclass
 class Followed(Progress):
-    """How far following has come. An epoch is a file.
+    """The progress of following. Each file counts as an epoch.
 
     Attributes:
-      files: names of the files that were trained on, and are there still.
-      file: name of the one that is trained on; empty between two.
+      files: names of the files that were trained on and still exist.
+      file: name of the file that is being trained on; empty between two files.
     """
 
     files: list[str] = dataclasses.field(default_factory=list)
@@ -56,13 +55,14 @@ class Followed(Progress):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Feed:
-    """Files that appear.
+    """A source of files that appear over time.
 
     Attributes:
-      names: function that returns the names of the files that exist, in the order in which they
-        count; None if that is unknown now.
-      read: function that reads the file with a name. A file without rows gives None.
-      seconds: between two looks, while there is nothing to do.
+      names: function that returns the names of the existing files, in the order to train on them;
+          None if they are unknown at the moment.
+      read: function that reads the file with a given name. It returns None for a file without
+          rows.
+      seconds: seconds between two looks for new files, while there is nothing to do.
     """
 
     names: Callable[[], Sequence[str] | None]
@@ -71,10 +71,10 @@ class Feed:
 
 
 class How(Exact, Saved):
-    """How to train on files.
+    """Options for training on files.
 
     Attributes:
-      batch_size: examples of a step; the last one of a file may have fewer.
+      batch_size: number of examples in a step; the last step of a file may have fewer.
       export_seconds: seconds between two exports.
     """
 
@@ -84,13 +84,13 @@ class How(Exact, Saved):
 
 @runtime_checkable
 class Exports(Protocol):
-    """Exports of the trained model, one after the other."""
+    """Exports the trained model repeatedly."""
 
     def __call__(self) -> None:
-        """Begins the next one."""
+        """Starts an export."""
 
     def has_failed(self) -> bool:
-        """Whether the last one has ended and was not written."""
+        """Whether the last export has ended with an error."""
         ...
 
 
@@ -102,27 +102,27 @@ def follow(
     checkpoints: Checkpoints,
     export: Exports | None,
 ) -> None:
-    """Trains a model in place on the files that a feed has and will have.
+    """Trains a model in place on the existing and future files of a feed.
 
-    Returns after SIGINT, or within `interrupts.noted` SIGTERM. Then the steps that ran
-    have ended, a checkpoint has them, and so has an export. A second signal does not
-    wait.
+    It returns after SIGINT, or after SIGTERM inside `interrupts.noted`. Then it has finished the
+    running steps and written a checkpoint and an export. It does not wait after a second signal.
 
     Args:
-      model: the model.
-      optimizer: its optimizer.
+      model: model to train.
+      optimizer: the model's optimizer.
       feed: source of the files.
-      how: how it trains. `how.log` is called after each file.
-      checkpoints: checkpoints to go on from, and to write. There is one before the first file
-        is read.
-      export: function that is called when `how.export_seconds` have passed since the last call, if
-        there were steps since then or it has failed; first before the first file is read, and
+      how: options of training. `how.log` is called after each file.
+      checkpoints: checkpoints to resume from and to write. The first is written before the first
+          file is read.
+      export: function that starts an export. It is called before the first file is read, and at
+          the end. In between it is called when `how.export_seconds` have passed, if there are new
+          steps or the last export failed.
         once more at the end.
 
     Raises:
       FloatingPointError: a loss is not finite.
-      ValueError: the file that was trained on at the last checkpoint has fewer rows now; or a
-        file cannot be read. The training before it is in the checkpoint and the export.
+      ValueError: the file of an interrupted training has fewer rows than at the checkpoint; or a
+          file cannot be read. The checkpoint and the export contain the training before it.
     """
     program = Program(
         cast(Trainable, model), optimizer, deterministic=how.deterministic
@@ -146,24 +146,24 @@ def follow(
             following.save_and_export()
             told = interrupts.is_told_to_end()
     except KeyboardInterrupt:
-        if not told:  # by the second signal
+        if not told:  # the second signal raised the exception
             raise
-        ending.answered()  # the command exports, and ends as it does without a signal
+        ending.answered()  # the command exports and ends as it does without a signal
 
 
 class _Exports:
-    """Exports that are some seconds apart."""
+    """Starts exports at intervals of some seconds."""
 
     def __init__(self, call: Exports | None, seconds: float, step: int):
         self._call, self._seconds = call, seconds
         self._last, self._step = -float("inf"), step - 1
 
     def do(self, step: int, *, if_due: bool = False) -> None:
-        """Exports the new steps, and the rows that the last export has not written.
+        """Starts an export if there are new steps, or if the last export failed.
 
         Args:
-          step: how many were done.
-          if_due: do it only if it is time to.
+          step: number of steps done so far.
+          if_due: whether to export only if the interval has passed.
         """
         if self._call is None:
             return
@@ -175,7 +175,7 @@ class _Exports:
 
 
 class _Following:
-    """The work of one call of `follow`."""
+    """The state of one call of `follow`."""
 
     exports: _Exports
 
@@ -192,23 +192,24 @@ class _Following:
         self.feed, self.log = feed, log
         self._parts = parts_of_axes()[0]
         self._asked = batch_size
-        # Rows of a step, steps of a dispatch, and which rows each has: there is one program.
+        # Rows of a step, steps of a dispatch, and the row numbers of each step, for the single
+        # program.
         self._sizes: tuple[int, int, np.ndarray] | None = None
         self._room: dict[int, int] = {}
-        # Whether the arrays are those that the progress says: not while steps run.
+        # Whether arrays and progress agree, which they do not while steps run.
         self.is_whole = True
-        self.is_ready = False  # there is a first checkpoint, and an export
+        self.is_ready = False  # whether a first checkpoint and export were made
 
     def is_worth_saving(self) -> bool:
-        """Whether a signal waits for a checkpoint and an export.
+        """Whether a signal must wait for a checkpoint and an export.
 
-        It does not while the first step compiles: the earlier checkpoint lacks nothing.
+        It need not while the first step compiles: the last checkpoint is complete.
         """
         unsaved = self.saver.has_unsaved(self.progress)
         return self.is_ready and (self.is_whole or unsaved)
 
     def run(self) -> None:
-        """Trains until a signal ends it."""
+        """Trains until a signal arrives."""
         while not interrupts.is_told_to_end():
             name = self._next()
             if name is None:
@@ -218,7 +219,7 @@ class _Following:
                 self._train_on(name)
 
     def save_and_export(self) -> None:
-        """Writes a checkpoint and an export, if there is something new."""
+        """Writes a checkpoint and an export, if there are new steps."""
         self._save()
         self.exports.do(self.progress.step)
 
@@ -229,12 +230,12 @@ class _Following:
             self.saver.save(self.progress)
 
     def _next(self) -> str | None:
-        """The name of the file to train on, if there is one."""
+        """The name of the next file to train on, or None."""
         names, progress = self.feed.names(), self.progress
         if names is None:
             return None
         known = set(progress.files)
-        if names:  # an empty folder may be that of a disk that is not there now
+        if names:  # an empty folder may mean that its disk is not mounted
             progress.files = [name for name in names if name in known]
         if progress.file:
             if progress.file not in names:
@@ -254,7 +255,7 @@ class _Following:
             time.sleep(min(left, _NAP))
 
     def _train_on(self, name: str) -> None:
-        """Trains on a file; after a resume, on the rest of it."""
+        """Trains on a file; after a resume, only on its remaining rows."""
         progress = self.progress
         job = self.feed.read(name)
         num_rows = 0 if job is None else job.examples.num_rows
@@ -290,10 +291,10 @@ class _Following:
         self._look_at_clock()
 
     def _begin(self, examples: Examples) -> tuple[int, int, np.ndarray]:
-        """Settles the sizes of the one program that trains on all files.
+        """Chooses the sizes of the single program that trains on all files.
 
-        How ids cross a mesh is not planned by a file: a resume begins with another file, and
-        sums would have other bits.
+        The exchange of ids over a mesh is not planned from a file: a resume begins with another
+        file, and sums in another order would differ in their last bits.
         """
         size = step_size(self._asked, self._asked, self._parts)
         like = [1 if isinstance(x, CSR) else x[:1].size for x in examples.matrices]
@@ -305,7 +306,7 @@ class _Following:
         return size, steps, np.asarray(order)
 
     def _steps(self, examples: Examples) -> None:
-        """Does the next steps of a file, as many as a dispatch has."""
+        """Runs the next steps of a file, as many as fit into a dispatch."""
         assert self._sizes is not None
         size, steps, order = self._sizes
         start = self.progress.examples
@@ -339,9 +340,9 @@ class _Following:
         self.is_whole = True
 
     def _padded(self, number: int, matrix: CSR, size: int) -> tuple[CSR, int]:
-        """A matrix of lists with room for more, and the room of a batch.
+        """Pads a CSR to a capacity for its entries; returns it with the capacity for a batch.
 
-        Rooms only grow, so there are few programs.
+        Capacities never shrink, so that few programs are compiled.
         """
         lengths = np.diff(matrix.indptr)
         most = int(lengths.reshape(-1, size).sum(axis=1).max())
@@ -350,7 +351,7 @@ class _Following:
         return with_room(matrix, room * (len(lengths) // size)), room
 
     def _look_at_clock(self) -> None:
-        """Saves and exports, if it is time to."""
+        """Writes a checkpoint or an export, if its interval has passed."""
         if self.saver.is_due():
             self._save()
         self.exports.do(self.progress.step, if_due=True)

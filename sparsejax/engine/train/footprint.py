@@ -1,4 +1,4 @@
-"""The formula for the memory of a device in training; see docs/large_models.md."""
+"""Estimates the memory that training needs on a device; see docs/large_models.md."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from sparsejax.optimizers import optimizer
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
 
-# Long rows are added up in pieces. The sums of the pieces take so many bytes for each entry of a
-# step and each of the `hidden` numbers of its row.
+# Long rows are summed in pieces. The partial sums take this many bytes for each entry of a step
+# and each of the `hidden` numbers of its row.
 _PIECES = 1 / 8
-# Bytes per row of the data while the order of an epoch is sorted, besides the order.
+# Bytes per row of the data for sorting the order of an epoch, besides the order itself.
 ORDER_SORTED = 20
-# Bytes per tag of an item while tags are sorted.
+# Bytes per tag of an item for sorting tags.
 _TAGS_SORTED = 40
-# Parameters of the output layer that all items share.
+# Parameters of the output layer that do not belong to single items.
 CONTENT_KERNELS = [
     ("content", name) for name in ("tag_kernel", "vector_kernel", "log_half")
 ]
 
 
-# Makes something in place of an array of a shape and a dtype that lies so on a mesh.
+# Makes a placeholder for an array from its shape, its dtype and its spec on a mesh.
 type Shape = Callable[[tuple[int, ...], Any, P], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """Bytes that a device makes and sends while it trains; see `sparsejax.Plan`."""
+    """Bytes that a device allocates and sends during training; see `sparsejax.Plan`."""
 
     steps: int
     batches: int
@@ -73,28 +73,27 @@ class Footprint(Step):
 
     @property
     def kept(self) -> int:
-        """Weights, state, data set and order: the memory that is used all the time."""
+        """Permanent memory: weights, optimizer state, data set and order."""
         return self.weights + self.state + self.dataset + self.order
 
     @property
     def total(self) -> int:
-        """The peak: the memory that is used all the time, and the most that is temporary."""
+        """Peak memory: the permanent memory plus the largest temporary memory."""
         return self.kept + self.temporary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload(abc.ABC):
-    """A training on any mesh, by its sizes.
+    """A training on an arbitrary mesh, described by its sizes.
 
     Attributes:
-      inputs: number of features; of a model of histories the items.
-      entries: number of entries of the inputs, over all rows.
+      inputs: number of features; for a model of histories the number of items.
+      entries: number of entries of the inputs over all rows.
       values: whether entries have values.
-      batch: rows of a step.
-      fused: whether the output layer is updated without a gradient array, as `fit`
-        takes it.
-      content: sizes of the items' content, as `ContentSizes`, or None.
-      by_parts: whether vectors with content are made part by part, and not stored.
+      batch: number of rows in a step.
+      fused: whether the output layer is updated without a gradient array, as in `fit`.
+      content: sizes of the items' content, a `ContentSizes`, or None.
+      by_parts: whether item vectors with content are computed part by part, and not stored.
     """
 
     network: Any
@@ -110,7 +109,7 @@ class Workload(abc.ABC):
 
     @property
     def can_be_by_parts(self) -> bool:
-        """Whether there is a form of training that does not store vectors with content."""
+        """Whether training is possible without storing item vectors with content."""
         return False
 
     @property
@@ -120,10 +119,10 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def new(self) -> tuple[Any, Optimizer]:
-        """Model and optimizer."""
+        """Makes the model and the optimizer."""
 
     def modules(self) -> tuple[Any, Optimizer]:
-        """Model and optimizer, with shapes in place of arrays."""
+        """Makes the model and the optimizer, with shapes in place of arrays."""
 
         def make():
             model, optimizer = self.new()
@@ -133,51 +132,53 @@ class Workload(abc.ABC):
         return nnx.eval_shape(make)
 
     def rows_of(self, data: int, model: int) -> int:
-        """Rows of the data set that a device has."""
+        """Number of rows of the data set on each device."""
         if data * model == 1:
             return self.rows
         return -(-self.rows // VIRTUAL_SHARDS) * VIRTUAL_SHARDS // data
 
     def state_shapes(self, width: int) -> list[tuple[int, ...]]:
-        """Shapes of the state arrays of a kernel `[2, width]`."""
+        """Shapes of the optimizer's state arrays for a kernel `[2, width]`."""
         arrays = jax.eval_shape(lambda: self.rule.init((2, width)))
         return [array.shape for array in arrays.values()]
 
     def steps_by_elements(self, width: int) -> bool:
-        """Whether a GPU program can do the rule's step on rows of this width."""
+        """Whether a GPU program can apply the optimizer's rule to rows of this width."""
         alike = all(shape == (2, width) for shape in self.state_shapes(width))
         return self.rule.elementwise and alike
 
     @abc.abstractmethod
     def entries_of(self, data: int, model: int) -> list[int]:
-        """Entries of each sparse matrix on the fullest device."""
+        """Number of entries of each sparse matrix on the fullest device."""
 
     @abc.abstractmethod
     def capacities(self, data: int, model: int) -> list[int]:
-        """Room for a batch in the fullest device's block of each matrix."""
+        """Capacity of each matrix for the fullest device's block of a batch."""
 
     @property
     @abc.abstractmethod
     def roles(self) -> TrainingTask:
-        """The roles of the matrices."""
+        """The task, which defines the roles of the matrices."""
 
     @abc.abstractmethod
     def placed(self, data: int, model: int, shape: Shape) -> tuple[Any, ...]:
-        """The matrices on a mesh; `shape` makes the objects that stand for arrays."""
+        """The matrices on a mesh, with placeholders for arrays that `shape` makes."""
 
     @abc.abstractmethod
     def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
-        """The bytes that a device makes and sends, if the variables lie so on the mesh."""
+        """Bytes that a device allocates and sends, if the variables are laid out as `laid`
+        states.
+        """
 
 
 class Laid(NamedTuple):
-    """A variable of the model or of the optimizer, and how it lies on a mesh.
+    """A variable of the model or the optimizer, and its layout on a mesh.
 
     Attributes:
       path: its path in `nnx.state((model, optimizer))`.
-      spec: which of its axes lie over which axis of the mesh.
-      size: bytes of the whole.
-      part: bytes on each device.
+      spec: mesh axis over which each of its axes is divided.
+      size: number of bytes of the whole variable.
+      part: number of bytes on each device.
     """
 
     path: tuple[Any, ...]
@@ -187,10 +188,10 @@ class Laid(NamedTuple):
 
 
 def laid_out(job: Workload, data: int, model: int) -> list[Laid]:
-    """How the variables of model and optimizer lie on a mesh of these axes.
+    """The layout of the variables of model and optimizer on a mesh with axes of these sizes.
 
-    The metadata of a variable says it. The optimizer's state of a hidden layer's parameter
-    has no such metadata: it lies as the parameter does, except for axes of another size.
+    The metadata of a variable states its layout. The optimizer's state for a hidden layer has no
+    such metadata: it is laid out like its parameter, except for axes of another size.
     """
     mesh = AbstractMesh(
         (data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2
@@ -199,7 +200,7 @@ def laid_out(job: Workload, data: int, model: int) -> list[Laid]:
         variables = nnx.to_flat_state(nnx.state(job.modules()))
     parameters = {}
     found = []
-    for path, variable in variables:  # the model's come first
+    for path, variable in variables:  # the model's variables come first
         spec = variable.get_metadata().get("out_sharding", P())
         if path[0] == 0:
             parameters["/".join(map(str, path[1:]))] = variable
@@ -211,7 +212,7 @@ def laid_out(job: Workload, data: int, model: int) -> list[Laid]:
 
 
 def _parts(spec: P, data: int, model: int) -> int:
-    """The number of parts into which a mesh of these axes divides an array."""
+    """Number of parts into which a mesh with axes of these sizes divides an array."""
     sizes = {"data": data, "model": model}
     return math.prod(
         sizes[axis]
@@ -222,14 +223,14 @@ def _parts(spec: P, data: int, model: int) -> int:
 
 
 def _as_parameter(shape: tuple[int, ...], parameter: nnx.Variable) -> P:
-    """The spec of state of this shape that belongs to the parameter."""
+    """The spec for an optimizer state of this shape that belongs to a parameter."""
     spec = parameter.get_metadata().get("out_sharding", P())
     sizes = zip(shape, parameter.shape, spec, strict=False)
     return P(*(axis if size == whole else None for size, whole, axis in sizes))
 
 
 def footprint(job: Workload, data: int, model: int) -> Footprint:
-    """The memory of a device on a mesh with axes of these sizes."""
+    """Estimates the memory of a device on a mesh with axes of these sizes."""
 
     def part(size: tuple[int, ...], dtype: Any, spec: P) -> int:
         whole = math.prod(size) * jnp.dtype(dtype).itemsize
@@ -251,13 +252,13 @@ def footprint(job: Workload, data: int, model: int) -> Footprint:
 def fitting[Job: Workload](
     job: Job, data: int, model: int, memory: int | None
 ) -> tuple[Job, Footprint]:
-    """The job, and its memory on such a mesh: by parts if it fits only so.
+    """Chooses whether item vectors are stored; returns the job, and its memory on such a mesh.
 
     Args:
-      job: a training that stores all vectors.
-      data: size of the mesh's axis.
+      job: a training that stores all item vectors.
+      data: size of the mesh's axis "data".
       model: size of the mesh's axis "model".
-      memory: memory of a device; None if it is not known.
+      memory: bytes of memory of a device; None if unknown.
     """
     found = footprint(job, data, model)
     if memory is None or found.total <= memory or not job.can_be_by_parts:
@@ -268,11 +269,11 @@ def fitting[Job: Workload](
 
 
 class Scored(NamedTuple):
-    """An output layer, and the rows and items that it scores.
+    """An output layer, and the numbers of rows and items that it scores.
 
     Attributes:
-      rows: number of rows of the whole batch.
-      items: rows of the kernel that the device has.
+      rows: number of rows in the whole batch.
+      items: number of kernel rows on the device.
       width: width of the kernel.
       stored: dtype of the kernel.
       dtype: dtype of the operands of the products.
@@ -288,7 +289,9 @@ class Scored(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Bytes of the output's temporary arrays, and whether one chunk has all items."""
+    """Bytes of the temporary arrays of an output layer, and whether a single chunk has all
+    items.
+    """
 
     operand: int
     gradient: int
@@ -296,17 +299,19 @@ class Output(NamedTuple):
     one: bool
 
     def at_once(self, fused: bool) -> int:
-        if self.one and not fused:  # the gradient takes the operand's place
+        if self.one and not fused:  # the gradient reuses the memory of the operand
             return max(self.operand, self.gradient) + self.chunk
         return self.operand + self.gradient + self.chunk
 
 
 def output_bytes(job: Workload, scored: Scored) -> Output:
-    """Bytes of the loss over all items, a chunk of items at a time, and its gradients."""
+    """Bytes of a loss over all items, computed a chunk of items at a time, and of its
+    gradients.
+    """
     batch, items, width, stored, dtype, temperature, precision = scored
     operand = items * width * dtype.itemsize if dtype != stored else 0
     gradient = items * width * dtype.itemsize
-    if temperature is not None:  # factors of the scores
+    if temperature is not None:  # scale factors of cosine scores
         operand += 4 * items
         gradient += 4 * items
     if job.fused:
@@ -319,7 +324,7 @@ def output_bytes(job: Workload, scored: Scored) -> Output:
         budget = chunked_loss.mosaic_chunk_scores(batch)
     size = item_chunks.chunk_size(batch, items, budget)
     scores, rows = batch * size, size * width
-    # Slopes and the bits of labels. Or scores, and where labels are; or also their values.
+    # Gradients and bits of labels. Or scores, and label positions; with weights also label values.
     made = 2 * scores + scores // 8 if with_kernel else 5 * scores
     if job.values:
         made = 17 * scores
@@ -341,44 +346,45 @@ def output_bytes(job: Workload, scored: Scored) -> Output:
 def with_content(
     job: Workload, output: Output, scored: Scored, chunk_items: int, sorted_tags: int
 ) -> Output:
-    """The output's arrays where its operand is the sum of the items' rows and content.
+    """Adds memory for item vectors that are the sums of learned rows and content.
 
-    Vectors of `chunk_items` items are made at a time, and `sorted_tags` tags are sorted.
+    Vectors of `chunk_items` items are computed at a time, and `sorted_tags` tags are sorted.
     """
     if job.content is None:
         return output
     _, items, width, stored, dtype, *_ = scored
     operand, gradient = output.operand, output.gradient
-    if dtype == stored:  # else the operand is it
+    if dtype == stored:  # otherwise the operand is that sum
         operand += items * width * dtype.itemsize
-    else:  # in the type of the rows, whose gradient takes its place
+    else:  # in the dtype of the rows; their gradient reuses its memory
         gradient += items * width * stored.itemsize
     rows = min(items, chunk_items)
-    # The sum, its slopes and the gradient of the rows, and content as an operand.
+    # The sum, its gradient, the gradient of the rows, and the content as an operand.
     chunk = 4 * rows * (3 * width + job.content.vectors)
-    if tags := job.content.tags:  # sorted by parts, which have two sums of all tags
+    if tags := job.content.tags:  # sorted by parts, with two sums of all tags
         some = min(256 * job.content.entries, sorted_tags)
         chunk = max(chunk, _TAGS_SORTED * some + 8 * tags * width)
-    least = items * width * dtype.itemsize  # E's gradient, if the softmax makes none
+    # gradient of E, if the softmax needs no operand
+    least = items * width * dtype.itemsize
     return Output(operand, max(gradient, least), max(output.chunk, chunk), False)
 
 
 def input_gradient(
     job: Workload, entries: int, rows: int, width: int, *, dense: bool
 ) -> int:
-    """Bytes of the gradient of a kernel `[rows, width]` of which a batch reads rows.
+    """Bytes of the gradient of a kernel `[rows, width]` from which a batch gathers rows.
 
     Args:
       job: the training.
-      entries: how many of them the batch reads.
-      rows: number of rows of the kernel, on a device.
+      entries: number of rows that the batch gathers.
+      rows: number of kernel rows on a device.
       width: width of the kernel.
-      dense: whether a gradient of all rows is made, too.
+      dense: whether a gradient of all rows is computed, too.
     """
     rule = job.rule
     touched = 4 * min(entries, rows) * width
     if not gather_sum.mosaic_fits(rows, width, entries):
-        touched = 8 * entries * width  # XLA's gather, and what is summed
+        touched = 8 * entries * width  # gathered rows, and summed gradients
     elif width < 128 and width % 8:
         touched += 4 * 128 * rows  # a copy of the kernel with wider rows
     if dense:
@@ -388,15 +394,16 @@ def input_gradient(
     in_program = job.steps_by_elements(width) or rule.by_row
     in_program &= row_update.takes_rows(width, by_row=rule.by_row)
     if in_program and not rule.drifts:
-        return int(_PIECES * entries * width)  # one GPU program sums and moves
+        # one GPU program sums gradients and updates rows
+        return int(_PIECES * entries * width)
     return touched
 
 
 def gathered(size: int, n: int) -> int:
-    """Bytes that each device of a ring of n sends to gather an array of this size."""
+    """Bytes that each of n devices sends to gather an array of this size, in a ring."""
     return round((n - 1) / n * size)
 
 
 def summed(size: int, n: int) -> int:
-    """Bytes that each device of a ring of n sends to sum arrays of this size."""
+    """Bytes that each of n devices sends to sum arrays of this size, in a ring."""
     return 2 * gathered(size, n)

@@ -1,8 +1,7 @@
-"""A training step whose output kernel has no gradient array.
+"""A training step without an array for the gradient of the output kernel.
 
-The gradient of a chunk of items is applied to its weights and optimizer state as soon
-as it is computed. The remaining part of the model, before the output, is
-differentiated::
+The gradient of a chunk of items is applied to its weights and optimizer state as soon as it is
+computed. The layers before the output are differentiated as usual::
 
     h                      = encode(x)
     loss, dh, output layer = losses and updates, a chunk of items at a time
@@ -46,7 +45,7 @@ from sparsejax.optimizers.optimizer import Optimizer
 
 @runtime_checkable
 class OutputLayer(Protocol):
-    """A layer that scores items as a step needs it; `SparseOutput` is one."""
+    """The interface of an output layer that a fused step needs; `SparseOutput` implements it."""
 
     kernel: Any
     bias: Any
@@ -71,20 +70,20 @@ class Fusable(Protocol):
 
     @property
     def output(self) -> OutputLayer:
-        """The layer that scores items."""
+        """The output layer, which scores items."""
         ...
 
     def encode(self, x: Any) -> jax.Array:
-        """`[batch, hidden]`."""
+        """Computes the input `[batch, hidden]` of the output layer."""
         ...
 
 
 class Derived(NamedTuple):
-    """Arrays of which scores are made beside parameters, kept from step to step.
+    """Arrays computed from parameters to score items, kept from step to step.
 
     Attributes:
-      operand: the kernel in the dtype of the products, if that is another.
-      scale: factors of the scores, if they are cosines.
+      operand: the kernel in the dtype of the products, if it is not the kernel's own, else None.
+      scale: factors of the scores, if they are cosines, else None.
     """
 
     operand: jax.Array | None
@@ -92,7 +91,7 @@ class Derived(NamedTuple):
 
 
 class _Arrays(NamedTuple):
-    """All that an update of the output layer changes."""
+    """All arrays that an update of the output layer changes."""
 
     kernel: jax.Array
     kernel_state: State
@@ -102,7 +101,7 @@ class _Arrays(NamedTuple):
 
 
 def check(model: Any, optimizer: Optimizer) -> None:
-    """Raises NotImplementedError, with the reason, if a fused step cannot train the model."""
+    """Raises NotImplementedError if a fused step cannot train the model, and states the reason."""
     if not isinstance(model, Fusable):
         raise NotImplementedError(
             "a fused update needs a model with encode, output (a SparseOutput) and "
@@ -141,7 +140,7 @@ def check(model: Any, optimizer: Optimizer) -> None:
 
 
 def derive(model: Fusable) -> Derived:
-    """The arrays made from the parameters as they are now."""
+    """Computes the derived arrays from the current parameters."""
     return _derived(model.output, model.output.kernel[...])
 
 
@@ -155,20 +154,20 @@ def train_step(
     *,
     chunk_scores: int | None = None,
 ) -> tuple[Float[Array, ""], Derived]:
-    """One step of all parameters, in place: as of `sum_b weights_b loss_b`.
+    """Trains all parameters in place by one step on the loss `sum_b weights_b loss_b`.
 
     Args:
-      model: with the parameters.
+      model: the model.
       optimizer: the optimizer of this model.
-      x: the input of the model's `encode`.
+      x: input for the model's `encode`.
       labels: labels of the output.
-      weights: factors of the examples' losses.
-      derived: arrays from the output layer as it is now, see `derive`.
-      chunk_scores: about how many scores of the output exist at a time; None picks the
-        fastest here.
+      weights: `[batch]` factors of the examples' losses.
+      derived: arrays derived from the current output layer, see `derive`.
+      chunk_scores: approximate number of scores computed at a time. None chooses the fastest
+          number for the device.
 
     Returns:
-      The loss, and the arrays derived from the output layer as it is now.
+      The loss, and arrays derived from the updated output layer.
     """
     layer, rule = model.output, optimizer.rule
     count = optimizer.step[...] + 1
@@ -200,7 +199,7 @@ def train_step(
         )
 
     def move(w, state, gradient, start, noise, derived=lambda new: ()):
-        """One step of a chunk of a parameter and of its state, in the whole arrays."""
+        """Updates a chunk of a parameter and its state inside the whole arrays."""
         size = len(gradient)
         old = slice_rows(w, start, size)
         parts = {name: slice_rows(array, start, size) for name, array in state.items()}
@@ -209,8 +208,8 @@ def train_step(
         if noise is not None:
             noise = noise.after(start)
         new = narrowed(new, w.dtype, noise, count)
-        # Otherwise XLA works out the chunk once more for each array that is written, from
-        # old values of the others, and copies those to have them.
+        # Without the barrier, XLA recomputes the chunk for each array that is written, and copies
+        # the old values of the other arrays to do so.
         new, parts, more = lax.optimization_barrier((new, parts, derived(new)))
         state = {name: write_rows(state[name], parts[name], start) for name in state}
         return write_rows(w, new, start), state, more
@@ -218,7 +217,7 @@ def train_step(
     def update_kernel(
         noises, start, slopes, h, arrays: _Arrays
     ) -> tuple[_Arrays, jax.Array | None]:
-        """The same by the GPU program that makes the gradient."""
+        """Updates a chunk of the kernel in the GPU program that computes its gradient."""
         step, scalars = step_of_arrays(rule, arrays.kernel_state, count)
         (kernel, *state), operand, sums = weight_update.weight_update(
             step,
@@ -278,7 +277,7 @@ def train_step(
     )
 
     def step_output(shard, batch, arrays):
-        """The output's step on a device's part of the batch and of the items."""
+        """Updates the output layer for a device's part of the batch and of the items."""
         first = shard.first_item(len(arrays.kernel))
         own = [None if noise is None else noise.after(first) for noise in noises]
         updates = Updates(
@@ -291,8 +290,8 @@ def train_step(
     def surrogate(model):
         h = model.output.hidden_operand(model.encode(x))
         constant = lax.stop_gradient(h)
-        # A program of its own, as arrays that are written in place cannot be in a
-        # program that is differentiated.
+        # A separate program: arrays that are written in place cannot be in a differentiated
+        # program.
         run = jax.jit(
             functools.partial(over_items, kernel_spec=method.kernel_spec),
             static_argnums=0,
@@ -301,7 +300,7 @@ def train_step(
             step_output, LossBatch(constant, labels, weights), before
         )
         loss = weighted_sum(per_example, weights)
-        assert dh is not None  # as there is an update
+        assert dh is not None  # it is computed, as there is an update
         wide = accumulator(h.dtype)
         slopes = lax.stop_gradient(dh).astype(wide)
         return jnp.sum(h.astype(wide) * slopes), (loss, after)
@@ -317,7 +316,7 @@ def train_step(
 
 
 def _derived(layer: OutputLayer, kernel: jax.Array) -> Derived:
-    """The arrays made from a kernel, or some of its rows."""
+    """Computes the derived arrays from a kernel, or from some of its rows."""
     dtype = layer.dtype or kernel.dtype
     return Derived(
         None if dtype == kernel.dtype else kernel.astype(dtype),
@@ -326,6 +325,6 @@ def _derived(layer: OutputLayer, kernel: jax.Array) -> Derived:
 
 
 def _keys(model: Fusable) -> list[tuple]:
-    """Paths of the output's parameters: of the kernel, then of the bias if any."""
+    """Paths of the output layer's parameters: the kernel, then the bias if there is one."""
     names = ["kernel"] if model.output.bias is None else ["kernel", "bias"]
     return [("output", name) for name in names]

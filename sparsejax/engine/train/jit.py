@@ -1,8 +1,8 @@
-"""One decorator for a training loop of one's own.
+"""A decorator that compiles the step of a custom training loop.
 
-Flax splits modules into arrays, and merges them again, at each call of an `nnx.jit`. This
-takes milliseconds of Python, longer than a GPU takes for the step. Here modules are split
-once, and each call passes their arrays alone.
+At each call, `nnx.jit` splits modules into arrays and merges them again. This takes milliseconds
+of Python, longer than a GPU takes for a step. Here modules are split once, and each later call
+passes only their arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparsejax.mesh.layout import with_shardings
 from sparsejax.mesh.xla_options import Programs, is_timed
 from sparsejax.optimizers import inplace
 
-# A step remembers how it has split the last modules, at most so many; others are split again.
+# Number of module combinations whose split a step remembers; others are split at each call.
 _REMEMBERED = 16
 
 
@@ -62,7 +62,7 @@ def jit(
     donate_argnames: str | Sequence[str] = (),
     deterministic: bool = False,
 ) -> Any:
-    """Compiles a step of a training loop, with the options of `fit`.
+    """Compiles a step of a training loop, with the optimizations of `fit`.
 
     ::
 
@@ -83,46 +83,47 @@ def jit(
     >>> double(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.ones((4, 3))).shape
     (4, 2)
 
-    It is used as `nnx.jit` is. Any argument, or part of one, may be an NNX module: a model, an
-    `sj.Optimizer` or `nnx.Optimizer`, `nnx.Rngs`, an `nnx.Metric`, an `nnx.Variable`. The
-    differences:
+    It is used like `nnx.jit`. Any argument, or part of one, may be an NNX module: a model, an
+    `sj.Optimizer` or `nnx.Optimizer`, `nnx.Rngs`, an `nnx.Metric`, an `nnx.Variable`. It differs
+    in these points:
 
-    - Modules are split into arrays at the first call. Later calls with the same modules pass
-      these arrays alone, which takes a small part of the time.
-    - These arrays are always donated: parameters and state are overwritten in place. An array
-      that something else holds, such as `nnx.clone(model)`, is copied first and stays.
-    - On a GPU the step runs as one CUDA graph, its loops included, and is compiled without
-      timing programs that `fit` does not use either.
-    - Under `jax.set_mesh(make_mesh(...))` whatever is not divided is copied to every device
-      at the first call, and every array stays on its devices.
+    - Modules are split into arrays at the first call. Later calls with the same modules pass only
+    these arrays, which is much faster.
+    - These arrays are always donated: parameters and state are overwritten in place. An array that
+    another object also holds, such as `nnx.clone(model)`, is copied first and not changed.
+    - On a GPU the step runs as one CUDA graph, including its loops, and is compiled without the
+    autotuning that `fit` omits, too.
+    - Under `jax.set_mesh(make_mesh(...))`, arrays that are not divided are copied to every device
+    at the first call, and every array keeps its sharding.
     - Attributes of modules other than arrays must be hashable: a tuple in place of a list. A
-      change within a list would not be noticed.
-    - The step changes values of variables. It cannot change which variables and modules a
-      module has, and it returns arrays, not modules.
+    change inside a list would not be detected.
+    - The step can change values of variables. It cannot add or remove variables or modules, and it
+    returns arrays, not modules.
 
-    A module in another mode (`model.eval()`), with other settings, or with arrays of other
-    shapes is noticed, and the step is compiled for it. Within another program, such as
-    `jax.grad` or `nnx.scan`, the step is a part of that program.
+    If a module has another mode (`model.eval()`), other settings, or arrays of other shapes, the
+    step is compiled for it. Inside another traced function, such as `jax.grad` or `nnx.scan`, the
+    step becomes a part of that function.
 
     Args:
-      f: the step. Without it, a decorator that has the options is returned.
-      static_argnums: positions of arguments that are Python values, not arrays; the step is
-        compiled for each value. They must be hashable.
+      f: function to compile. Without it, a decorator with these options is returned.
+      static_argnums: positions of arguments that are hashable Python values, not arrays; the step
+          is compiled for each value.
       static_argnames: names of arguments that are Python values, not arrays.
-      donate_argnums: positions of other arguments whose memory the step may reuse. Modules
-        need not be named.
+      donate_argnums: positions of other arguments whose memory the step may reuse. Modules are
+          always donated.
       donate_argnames: names of other arguments whose memory the step may reuse.
-      deterministic: give the same bits in every process on the same kind of GPU, see `fit`.
+      deterministic: whether results are bitwise equal in every process on GPUs of one kind, see
+          `fit`.
 
     Returns:
-      A function with the arguments of `f`.
+      A compiled function with the arguments of `f`.
 
     Raises:
       TypeError: (when called) a static argument or a setting of a module cannot be hashed,
         or the step returns a module.
-      ValueError: (when called) the parameters of a module are not those of its first
-        call; the step changes which variables a module has; the memory of a module was
-        donated to another program; the optimizer was made for another model.
+      ValueError: (when called) a module has other parameters than at its first call; the step adds
+          or removes variables of a module; the memory of a module was donated to another program;
+          the optimizer was made for another model.
     """
     if f is None:
         return functools.partial(
@@ -149,7 +150,7 @@ def jit(
 
 
 class _Named(NamedTuple):
-    """Some arguments of a function, both by position and by name."""
+    """A selection of arguments of a function, by position and by name."""
 
     positions: frozenset[int]
     names: frozenset[str]
@@ -166,7 +167,7 @@ class _Named(NamedTuple):
         chosen = [names] if isinstance(names, str) else list(names or ())
         try:
             parameters = list(inspect.signature(f).parameters.values())
-        except ValueError:  # some functions in C have none
+        except ValueError:  # some functions written in C have no signature
             return cls(frozenset(positions), frozenset(chosen))
         kinds = inspect.Parameter
         by_place = [
@@ -198,7 +199,7 @@ class _Named(NamedTuple):
     def split[Key: (int, str)](
         self, arguments: dict[Key, Any]
     ) -> tuple[dict[Key, Any], dict[Key, Any]]:
-        """Arguments by position or by name: those that are here, and the others."""
+        """Divides arguments, given by position or by name, into selected ones and others."""
         if not self.positions and not self.names:
             return {}, arguments
         here = {
@@ -210,16 +211,16 @@ class _Named(NamedTuple):
 
 
 class _How(NamedTuple):
-    """The key of a compiled program, beside the shapes of arrays.
+    """The key of a compiled program, besides the shapes of arrays.
 
     Attributes:
       graphdef: the graph of the modules.
       structure: tree of the state, as in `inplace.Flattened`.
       layout: order of the arrays, as in `inplace.Flattened`.
-      mesh: the mesh that is set.
-      trees: structure of the arguments that are not donated, and of the donated ones.
-      modules: for each of their leaves, the number of the module that it is, or None.
-      static: the static arguments by position or name, with their types.
+      mesh: the current mesh.
+      trees: tree structures of the arguments that are not donated, and of the donated ones.
+      modules: for each leaf of the arguments, the number of the module in its place, or None.
+      static: static arguments by position or name, with their types.
     """
 
     graphdef: nnx.GraphDef
@@ -232,7 +233,7 @@ class _How(NamedTuple):
 
 
 class _Step:
-    """A function, its programs, and the modules it was called with."""
+    """A function, its compiled programs, and the modules with which it was called."""
 
     def __init__(
         self,
@@ -288,7 +289,7 @@ class _Step:
             raise
 
     def _within(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The step as a part of a program that is being traced."""
+        """Calls the step inside a program that is being traced."""
         if self._deterministic:
             raise ValueError(
                 f"{_name(self._f)} is deterministic and cannot be called within another "
@@ -297,7 +298,7 @@ class _Step:
         return self._f(*arguments, **named)
 
     def _of(self, key: Any, modules: list[Any], before: _Split | None) -> _Split:
-        """Splits modules, and finds their program."""
+        """Splits modules, and finds the compiled program for them."""
         trees, are_modules, static, mesh, _ = key
         unique = {id(module): module for module in modules}
         places = {each: place for place, each in enumerate(unique)}
@@ -320,19 +321,19 @@ class _Step:
             self._programs[how] = _programs(self._f, how, timed)
         while len(self._split) >= _REMEMBERED:
             del self._split[next(iter(self._split))]
-        # A weak reference to this step: modules must not keep it, nor it them.
+        # A weak reference to this step, so that neither keeps the other in memory.
         forget = functools.partial(_forget, weakref.ref(self), key)
         self._split[key] = _Split(flat, modules, self._programs[how], forget)
         return self._split[key]
 
 
 class _Split:
-    """Modules that were split, and the means to check that they have not changed.
+    """Modules that were split, and data to detect later changes in them.
 
     Attributes:
-      flat: their arrays.
-      programs: take and give these.
-      paths: paths of their variables.
+      flat: arrays of the modules.
+      programs: compiled programs, which take and return these arrays.
+      paths: paths of the modules' variables.
     """
 
     def __init__(
@@ -345,7 +346,7 @@ class _Split:
         self.flat, self.programs = flat, programs
         self.paths = _paths(modules)
         self._modules = [_reference(module, forget) for module in modules]
-        # The containers of the modules and their contents at that time.
+        # Containers inside the modules, and their contents when they were split.
         self._held: list[tuple[Any, list[Any], list[Any]]] = []
         for _, node in nnx.iter_graph(modules):
             if isinstance(node, nnx.Pytree) or dataclasses.is_dataclass(node):
@@ -357,14 +358,14 @@ class _Split:
         self._metadata = [v.get_metadata() for v in flat.variables]
 
     def is_alive(self, modules: list[Any]) -> bool:
-        """Whether these are the modules, not others in their memory."""
+        """Whether these are the split modules, not new ones at their memory addresses."""
         return all(
             reference() is module
             for reference, module in zip(self._modules, modules, strict=True)
         )
 
     def is_of(self, modules: list[Any]) -> bool:
-        """Whether these are the modules, and nothing but values was changed in them."""
+        """Whether these are the split modules, in which only values of variables were changed."""
         for container, keys, values in self._held:
             if len(container) != len(values):
                 return False
@@ -376,13 +377,13 @@ class _Split:
                 return False
         try:
             same = self._metadata == [v.get_metadata() for v in self.flat.variables]
-        except ValueError:  # arrays in metadata cannot be compared
+        except ValueError:  # arrays in metadata cannot be compared by ==
             return False
         return same and self.is_alive(modules)
 
 
 def _programs(f: Callable[..., Any], how: _How, timed: bool) -> Programs:
-    """The programs of a function: from arrays to arrays, donating the modules' arrays."""
+    """The programs of a function, from arrays to arrays. They donate the modules' arrays."""
 
     def program(values, given, kept, constants):
         state = jax.tree.unflatten(how.structure, jax.tree.leaves(values))
@@ -405,14 +406,14 @@ def _programs(f: Callable[..., Any], how: _How, timed: bool) -> Programs:
         after = [v.get_raw_value() for v in inplace.variables_of(modules)]
         return with_shardings(after, how.layout), result
 
-    program.__name__ = _name(f)  # a profile shows it
+    program.__name__ = _name(f)  # shown in profiles
     return Programs(
         program, loops_in_graphs=True, timed_fusions=timed, donate_argnums=(0, 1)
     )
 
 
 def _forget(step: Callable[[], _Step | None], key: Any, _: Any) -> None:
-    """Forgets modules that are gone."""
+    """Removes the entry of modules that were garbage-collected."""
     if (alive := step()) is not None:
         alive._split.pop(key, None)
 
@@ -460,7 +461,7 @@ def _check_hashable(f: Callable[..., Any], static: Sequence[tuple]) -> None:
 
 
 def _check_alive(modules: Sequence[Any], error: Exception) -> None:
-    """Raises ValueError if the memory of a variable is not its own any more."""
+    """Raises ValueError if the memory of a variable was donated to another program."""
     for path, variable in nnx.to_flat_state(nnx.state(modules, inplace.is_variable)):
         value = variable.get_raw_value()
         if isinstance(value, jax.Array) and value.is_deleted():
@@ -474,7 +475,7 @@ def _check_alive(modules: Sequence[Any], error: Exception) -> None:
 def _check_same_variables(
     f: Callable[..., Any], before: _Split, modules: Sequence[Any]
 ) -> None:
-    """Raises ValueError if modules have got or lost variables."""
+    """Raises ValueError if variables were added to modules or removed from them."""
     was, now = set(before.paths), set(_paths(modules))
     if was != now:
         changes = [f"new is '{_of_one(path)}'" for path in sorted(now - was)]
@@ -487,7 +488,7 @@ def _check_same_variables(
 
 
 def _of_one(path: str) -> str:
-    """A path without the number of its module."""
+    """A variable's path without the number of its module."""
     return path.partition(".")[2] or path
 
 
@@ -524,5 +525,5 @@ def _check_kept(
 
 
 def _unfilled(how: _How) -> Any:
-    """The state that a program takes, without values."""
+    """The state that a program takes, with placeholders for values."""
     return jax.tree.unflatten(how.structure, [0] * how.structure.num_leaves)

@@ -1,4 +1,4 @@
-"""The work of `fit`, in a form that no longer tells kinds of models apart."""
+"""The job of `fit`: data and validation, without anything specific to a kind of model."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class Measure(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """Examples to train on, and how the model is measured.
+    """Examples to train on, and the validation.
 
     Attributes:
       examples: the data to train on.
       metric: the validation metric that decides which epoch is the best; None without
         validation.
-      prepare: function that makes the validation data ready for batches of some size; None
-        without it.
-      exchange: function that makes the model ready to exchange ids of batches of some size over
-        a mesh. It returns a function that counts the lookups that had too little room for them,
-        if any can have.
-      settings: further JSON values that a resume must repeat. A checkpoint without one takes
-        any value.
-      rates: function that is called before an epoch, and returns a function that is called
-        after it, for further numbers of its history entry.
+      prepare: function that prepares the validation data for a given batch size; None without
+          validation.
+      exchange: function that prepares the model to exchange ids over a mesh for a given batch
+          size; None if nothing is exchanged. It returns a function that counts the lookups whose
+          ids did not fit, or None if all always fit.
+      settings: further JSON values that must be equal when training resumes. If a checkpoint lacks
+          one, any value is accepted.
+      rates: function that is called before an epoch, and returns a function that is called after
+          it and returns additional numbers for its history entry.
     """
 
     examples: Examples | Stream
@@ -52,16 +52,16 @@ class Job:
 def metric_of(
     stopping: EarlyStopping | None, default: str, known: Sequence[str], what: str
 ) -> str:
-    """The metric that decides which epoch is the best.
+    """The name of the metric that decides which epoch is the best.
 
     Args:
-      stopping: may name it.
-      default: name of the metric without `stopping`, or if it names none.
-      known: the metrics that exist.
-      what: name of the metrics' subject, for the message.
+      stopping: options of early stopping, which may name a metric.
+      default: name of the metric if `stopping` is None or names none.
+      known: names of the existing metrics.
+      what: name of the measured data, for the message.
 
     Raises:
-      ValueError: there is no such metric.
+      ValueError: there is no metric with this name.
     """
     metric = default
     if stopping is not None and stopping.metric is not None:

@@ -1,4 +1,4 @@
-"""Trains to the end of a job, and knows no kind of model."""
+"""The training loop of `fit`, for all kinds of models."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from sparsejax.optimizers import inplace
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Looping
 
-# Options that a resume must repeat.
+# Options that must be equal when training resumes.
 _SETTINGS = "batch_size", "seed", "shuffle", "fused", "deterministic"
 
 
 class How(Looping):
-    """How to train. The number of examples of a step and that of epochs are decided."""
+    """Options of training in which the numbers of examples per step and of epochs are set."""
 
     batch_size: int
     num_epochs: int
@@ -51,12 +51,12 @@ def train(
     how: How,
     checkpoints: Checkpoints | None,
 ) -> list[dict[str, float]]:
-    """Trains a model in place. Returns an entry for each epoch, see `fit`."""
+    """Trains a model in place, and returns a history entry for each epoch, see `fit`."""
     examples = job.examples
     settings = {**{name: getattr(how, name) for name in _SETTINGS}, **job.settings}
-    if job.metric is not None:  # it is the score of checkpoints
+    if job.metric is not None:  # checkpoints store its value as their score
         settings["metric"] = job.metric
-    if isinstance(examples, Stream):  # by default it depends on the devices' memory
+    if isinstance(examples, Stream):  # the default depends on the memory of the devices
         settings["chunk_rows"] = examples.chunk_rows
     epochs = Epochs(
         examples,
@@ -66,7 +66,7 @@ def train(
         shuffle=how.shuffle,
     )
     overflows = None if job.exchange is None else job.exchange(epochs.batch_size)
-    # Made before a checkpoint is read: it places the arrays, and reading keeps the places.
+    # Made before a checkpoint is read: it places the arrays, and reading keeps their placement.
     program = Program(
         cast(Trainable, model),
         optimizer,
@@ -100,11 +100,13 @@ def train(
 
 @contextlib.contextmanager
 def on_auto_axes(model: Any, optimizer: Optimizer) -> Generator[None]:
-    """Makes axes Auto while this context is open; then puts the arrays on the mesh that is set."""
+    """Makes mesh axes Auto while this context is open; then restores the arrays on the user's
+    mesh.
+    """
     if not axes_are_explicit():
         yield
         return
-    axis_sizes()  # checks the mesh
+    axis_sizes()  # raises an error for an unsupported mesh
     try:
         with using_auto_axes():
             yield
@@ -116,7 +118,7 @@ def on_auto_axes(model: Any, optimizer: Optimizer) -> Generator[None]:
 def alone(
     directory: str | pathlib.Path | Checkpoints | None,
 ) -> Generator[Checkpoints | None]:
-    """The checkpoints of a directory, in which no other process trains meanwhile."""
+    """Opens the checkpoints of a directory and locks it against trainings of other processes."""
     if directory is None:
         yield None
         return
@@ -127,7 +129,7 @@ def alone(
 
 
 def _check_same_everywhere(settings: Mapping[str, Any]) -> None:
-    """Raises ValueError if the processes have different data."""
+    """Raises ValueError if the data differs between processes."""
     if not processes.is_same_everywhere(settings["data"]):
         raise ValueError("the processes were given different data")
     if not processes.is_same_everywhere(str(settings.get("chunk_rows"))):
@@ -138,7 +140,7 @@ def _check_same_everywhere(settings: Mapping[str, Any]) -> None:
 
 
 def _begun(progress: Progress, saver: Saver, resume: bool) -> Progress:
-    """The progress from which training goes on."""
+    """The progress to start from: that of a checkpoint if training resumes."""
     if saver.checkpoints is None:
         if resume:
             raise ValueError("resume=True needs checkpoint_dir=...")
@@ -154,10 +156,10 @@ def _begun(progress: Progress, saver: Saver, resume: bool) -> Progress:
 
 
 def finite(losses: jax.Array, progress: Progress, saver: Saver) -> np.ndarray:
-    """The losses of a dispatch, once it has ended.
+    """Waits for a dispatch and returns its losses.
 
     Raises:
-      FloatingPointError: one is not finite.
+      FloatingPointError: a loss is not finite.
     """
     host = np.asarray(losses)
     bad = np.flatnonzero(~np.isfinite(host))
@@ -174,7 +176,7 @@ def finite(losses: jax.Array, progress: Progress, saver: Saver) -> np.ndarray:
 
 
 class _Training:
-    """The work of one call of `fit` after its arguments were checked."""
+    """The state of one call of `fit`, after its arguments were checked."""
 
     def __init__(
         self,
@@ -192,7 +194,8 @@ class _Training:
         self.epochs, self.program, self.how = epochs, program, how
         self.measure = measure
         self.progress, self.saver = progress, saver
-        # For each dispatch that may be running: its losses, and the examples of its steps.
+        # For each dispatch that may still run: its losses, and the number of examples of each
+        # step.
         self._waiting: list[tuple[jax.Array, np.ndarray]] = []
         self._best: inplace.HostCopy | None = None
         done = progress.epoch * epochs.num_rows + progress.position * epochs.batch_size
@@ -207,7 +210,7 @@ class _Training:
         )
 
     def run_epochs(self) -> None:
-        """Trains to the end, or until it is stopped."""
+        """Trains until the last epoch, or until training is stopped."""
         progress = self.progress
         while progress.epoch < self.epochs.num_epochs and not progress.stopped:
             began, before = time.monotonic(), progress.examples
@@ -225,11 +228,11 @@ class _Training:
             self._end_epoch(entry)
 
     def _crowded(self) -> int:
-        """Lookups up to now that had too little room."""
+        """Number of lookups so far whose ids did not fit into the exchange."""
         return 0 if self._overflows is None else self._overflows()
 
     def _warn_if_crowded(self, overflows: float, steps: int) -> None:
-        """Warns once, if too many steps of an epoch were slow."""
+        """Warns, once, if too many steps of an epoch were slow because ids did not fit."""
         if overflows <= steps / 100 or self._warned or not processes.is_first():
             return
         self._warned = True
@@ -240,7 +243,7 @@ class _Training:
         )
 
     def _run_epoch(self) -> None:
-        """Trains on an epoch; after a resume, on the rest of it."""
+        """Trains on an epoch; after a resume, only on its remaining steps."""
         progress, ahead = self.progress, 1 if dispatching.launches_ahead() else 0
         for dispatch in self.epochs.dispatches(
             progress.epoch, position=progress.position
@@ -248,12 +251,12 @@ class _Training:
             self._waiting.append((self.program.launch(dispatch), dispatch.examples))
             self._await_all_but(ahead)
             self._save_or_end()
-            if dispatch.is_last:  # free its data, to make room for the next chunk
+            if dispatch.is_last:  # frees its data, to make memory for the next chunk
                 self._await_all_but(0)
                 del dispatch
 
     def _await_all_but(self, ahead: int) -> None:
-        """Waits for all dispatches except the last `ahead`."""
+        """Waits for all dispatches except the last `ahead` ones."""
         progress = self.progress
         while len(self._waiting) > ahead:
             losses, examples = self._waiting.pop(0)
@@ -270,7 +273,9 @@ class _Training:
                 tqdm.write(said, file=sys.stderr)
 
     def _save_or_end(self) -> None:
-        """Within an epoch: saves if it is time to, and ends if a process has to."""
+        """Called between dispatches: saves a checkpoint if it is due, and exits if a process
+        must exit.
+        """
         told, due = self._is_told_and_due()
         if told or due:
             self._await_all_but(0)
@@ -280,12 +285,12 @@ class _Training:
             raise KeyboardInterrupt("a process was told to end")
 
     def _is_told_and_due(self) -> list[bool]:
-        """Whether some process has to end, and whether it is time to save."""
+        """Whether any process must exit, and whether a checkpoint is due."""
         told, due = interrupts.is_told_to_end(), self.saver.is_due()
         return processes.true_anywhere(told, due)
 
     def _end_epoch(self, entry: dict[str, float]) -> None:
-        """Measures, logs and saves."""
+        """Measures the model, logs the entry and saves a checkpoint."""
         progress, score = self.progress, None
         if self.measure is not None:
             model, optimizer = self.program.modules
@@ -310,7 +315,7 @@ class _Training:
             self._best = inplace.HostCopy(self.program.variables)
 
     def end_with_best(self, stopping: EarlyStopping) -> None:
-        """Restores the best epoch, if that is wanted, and says which it was."""
+        """Restores the best epoch if `stopping` asks for it, and reports which epoch it was."""
         progress, kept = self.progress, self.progress.epoch
         if stopping.restore_best and progress.best_epoch not in (0, kept):
             if self._best is not None:

@@ -1,4 +1,4 @@
-"""How far a training has come, and when that is saved."""
+"""The progress of a training, and when checkpoints are saved."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tqdm import tqdm
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.mesh import processes
 
-# `Estimate`: how long is looked, and from when on training takes long.
+# `Estimate`: least seconds before an estimate, and least duration that is worth reporting.
 _LEAST_SECONDS, _LONG_SECONDS = 10, 1800
-# Metrics of which a lower value is better.
+# Metrics for which lower values are better.
 _LOSSES = frozenset(
     {"log_loss", "normalized_entropy", "squared_error", "quantile_loss"}
 )
@@ -24,7 +24,7 @@ _LOSSES = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Stop when a validation metric has not become better for some epochs.
+    """Stops training when a validation metric has not improved for some epochs.
 
     >>> EarlyStopping(metric="recall@20", patience=3).restore_best
     True
@@ -32,15 +32,15 @@ class EarlyStopping:
     A line on stderr says when training stopped and which epoch was the best.
 
     Attributes:
-      metric: a key of the validation metrics, such as "recall@20". Higher is better, except
-        for "log_loss", "normalized_entropy", "squared_error" and "quantile_loss". By default "ndcg@k", with the `k` of `fit`;
-        for clicks "auc". Of several labels "auc/buy" is that of the label "buy", and the
-        default is that of the first.
-      patience: epochs without a new best before training stops.
-      restore_best: end with model and optimizer as they were after the best epoch, also
-        if training was not stopped. They come from its checkpoint if there is a
-        `checkpoint_dir`, else from a copy in the host's memory. The copy is made after
-        each epoch that is the best so far.
+      metric: key of a validation metric, such as "recall@20". Higher is better, except for
+          "log_loss", "normalized_entropy", "squared_error" and "quantile_loss". The default is
+          "ndcg@k", with the `k` of `fit`, and for clicks "auc". With several labels, "auc/buy" is
+          the metric of the label "buy", and the default is the metric of the first label.
+      patience: number of epochs without improvement after which training stops.
+      restore_best: whether model and optimizer are set to their state after the best epoch, even
+          if training was not stopped early. The state comes from the best checkpoint if there is a
+          `checkpoint_dir`, else from a copy in host memory that is made after each best epoch so
+          far.
     """
 
     metric: str | None = None
@@ -53,24 +53,24 @@ class EarlyStopping:
 
 
 def is_loss(metric: str) -> bool:
-    """Whether less is better of a metric, which may have the name of a label behind it."""
+    """Whether lower values of a metric are better. The name may end with the name of a label."""
     return metric.partition("/")[0] in _LOSSES
 
 
 @dataclasses.dataclass
 class Progress:
-    """How far a training has come: the part of a checkpoint beside the arrays.
+    """The progress of a training: the part of a checkpoint besides the arrays.
 
     Attributes:
       settings: settings that must not change when the training is resumed.
-      epoch: epochs done.
-      position: steps done in the epoch that follows these.
-      step: steps done in all.
+      epoch: number of completed epochs.
+      position: number of completed steps in the current epoch.
+      step: total number of completed steps.
       loss_sum: sum of the losses of this epoch's examples so far.
       examples: number of this epoch's examples so far.
-      best: the highest score of an epoch: its metric, or minus a loss.
+      best: highest score of an epoch so far: its metric, or its negated loss.
       best_epoch: the epoch with the highest score, counted from 1; 0 before the first.
-      waited: epochs since the best one.
+      waited: number of epochs since the best one.
       stopped: whether early stopping has ended the training.
       history: the history that `fit` returns.
     """
@@ -88,14 +88,14 @@ class Progress:
     history: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
     def add(self, losses: np.ndarray, examples: np.ndarray) -> None:
-        """Counts steps: the loss of each, and how many examples it had."""
+        """Adds completed steps: the loss and the number of examples of each."""
         self.loss_sum += float(np.dot(losses.astype(np.float64), examples))
         self.examples += int(examples.sum())
         self.position += len(losses)
         self.step += len(losses)
 
     def end_epoch(self, examples_per_second: float) -> dict[str, float]:
-        """The history entry of the epoch that has ended, to which metrics can be added."""
+        """Makes the history entry of the epoch that has ended. Metrics can be added to it."""
         self.epoch += 1
         entry = {
             "epoch": self.epoch,
@@ -110,7 +110,9 @@ class Progress:
     def judge(
         self, entry: Mapping[str, float], stopping: EarlyStopping | None
     ) -> float | None:
-        """The score of an epoch if it is the best so far; decides whether to stop."""
+        """Decides whether to stop; returns the score of the epoch if it is the best so far,
+        else None.
+        """
         score = self._sign * entry[self.settings["metric"]]
         if score > self.best:
             self.best, self.best_epoch, self.waited = score, self.epoch, 0
@@ -125,13 +127,13 @@ class Progress:
         return -1 if is_loss(self.settings["metric"]) else 1
 
     def outcome(self, stopping: EarlyStopping, kept: int) -> str:
-        """Why training ended, and which epoch the model is of."""
+        """A text on why training ended, and from which epoch the model is."""
         metric, why = self.settings["metric"], ""
         if self.stopped:
             moved = "fallen" if is_loss(metric) else "risen"
             why = f", as {metric} has not {moved} for {stopping.patience} epochs"
         best = "no epoch"
-        if self.best_epoch:  # else the metric was always NaN
+        if self.best_epoch:  # otherwise the metric was NaN in all epochs
             best = f"epoch {self.best_epoch} ({metric} {self._sign * self.best:.4f})"
         return (
             f"training ended after epoch {self.epoch}{why}; {best} was the best, the "
@@ -140,10 +142,10 @@ class Progress:
 
 
 class Estimate:
-    """Says once how long a training will take, if that is half an hour or more.
+    """Reports once how long the training will take, if that is half an hour or more.
 
-    The first dispatch also waits for the compiler, so time counts from its end. Nothing is
-    said before ten seconds of it.
+    Time is measured from the end of the first dispatch, which includes compilation, for at least
+    ten seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -151,7 +153,9 @@ class Estimate:
         self._began: tuple[float, int] | None = None
 
     def after(self, done: int, total: int) -> str | None:
-        """The line to print when so many examples, of all epochs, are done, or None."""
+        """The line to print when `done` of `total` examples of all epochs were processed, or
+        None.
+        """
         now = self._clock()
         if self._began is None:
             self._began = now, done
@@ -167,12 +171,12 @@ class Estimate:
 
 
 class Saver:
-    """Saves checkpoints of modules, if there is a folder for them.
+    """Saves checkpoints of modules, if there is a folder for checkpoints.
 
     Args:
-      checkpoints: checkpoints of the folder; None if nothing is saved.
+      checkpoints: checkpoints of the folder; None if none are saved.
       modules: NNX modules.
-      seconds: seconds since the last save after which it is time to save.
+      seconds: number of seconds after the last save at which the next one is due.
     """
 
     def __init__(
@@ -183,29 +187,29 @@ class Saver:
         self._saved_step = 0
 
     def has_unsaved(self, progress: Progress) -> bool:
-        """Whether steps have ended that no checkpoint has, and one will have them."""
+        """Whether completed steps are in no checkpoint yet, and checkpoints are saved."""
         return self.checkpoints is not None and progress.step > self._saved_step
 
     def save(self, progress: Progress, score: float | None = None) -> None:
-        """Saves modules and progress; `score` is the epoch's if it is the best so far."""
+        """Saves modules and progress. `score` is given if the epoch is the best so far."""
         if self.checkpoints is not None:
             record = dataclasses.asdict(progress)
             self.checkpoints.save(progress.step, self._modules, record, score=score)
             self._saved, self._saved_step = time.monotonic(), progress.step
 
     def is_due(self) -> bool:
-        """Whether it is time to save."""
-        # The clock of one process decides, because all have to save together.
+        """Whether a checkpoint is due."""
+        # The clock of the first process decides, as all processes must save together.
         waits = self.checkpoints is not None and processes.is_first()
         return waits and time.monotonic() - self._saved >= self._seconds
 
     def resume(self, progress: Progress) -> Progress:
-        """Loads the newest sound checkpoint into the modules and returns its progress.
+        """Loads the newest undamaged checkpoint into the modules and returns its progress.
 
-        Returns `progress` itself if there is no checkpoint.
+        Returns `progress` if there is no checkpoint.
 
         Raises:
-          ValueError: the checkpoint has other settings than `progress`.
+          ValueError: the settings of the checkpoint differ from those in `progress`.
         """
         assert self.checkpoints is not None
         record = self.checkpoints.restore(self._modules)
@@ -225,10 +229,10 @@ class Saver:
         return before
 
     def restore_best(self) -> int | None:
-        """Loads the best epoch's checkpoint into the modules and returns its epoch.
+        """Loads the checkpoint of the best epoch into the modules and returns the epoch.
 
-        If it is damaged, that is the checkpoint of another epoch. Returns None if there
-        is no folder, or no checkpoint in it.
+        If it is damaged, another epoch's checkpoint is loaded. Returns None if there is no folder,
+        or no checkpoint in it.
         """
         if self.checkpoints is None:
             return None

@@ -1,15 +1,16 @@
-"""Training data on the device, and the order in which its rows are trained on.
+"""Training data on the devices, and the order of its rows in training.
 
-The order does not depend on the mesh. Row `r` belongs to shard `r mod 64`, and in each
-epoch a shard permutes its rows by a key of its own. A batch has the same number of rows
-from each shard. The rows of a shard stand together::
+The order does not depend on the mesh. Row `r` belongs to shard `r mod 64`, and in each epoch each
+shard permutes its rows by its own key. A batch has equally many rows of each shard, and the rows
+of a shard are adjacent in it::
 
     shard 0        shard 1        ...  shard 63
     r r r r | r r  r r r r | r r       r r r r | r r      | end of the first batch
     batch 0:  shard 0's, shard 1's, ..., shard 63's
 
-So part `d` of `D` of every batch has rows of the shards `64 d / D` to `64 (d + 1) / D - 1`.
-These rows are on the devices at place `d` of the axis "data", so nothing has to be fetched.
+So part `d` of `D` parts of every batch has rows of the shards `64 d / D` to `64 (d + 1) / D - 1`.
+These rows are stored on the devices at position `d` of the axis "data", so that no row is
+transferred.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from sparsejax.mesh.layout import (
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR, take_rows
 
-# One, or several by name. A string is the name of a sparse input.
+# One target, or several by name. A string is the name of a sparse input.
 Targets = Source | str | Mapping[str, Source | str] | None
 
-# A device with more than its share of the entries is worth a warning only if it has more
-# entries than this. Fewer take little time.
+# A device with more than its share of the entries causes a warning only if it has more entries
+# than this: fewer take little time.
 MANY_ENTRIES = 2**20
 
 
@@ -61,14 +62,14 @@ class Sizes(NamedTuple):
     """The sizes that a program is compiled for.
 
     Attributes:
-      capacities: for each matrix of the examples, room for the entries of a batch.
+      capacities: for each matrix of the examples, the capacity for the entries of a batch.
       steps: largest number of steps of a dispatch.
-      sorted_ahead: whether a dispatch sorts the inputs of all its steps by column at
-        once, for the gradients of their rows.
-      full: whether each dispatch has `steps` steps. Then a GPU does not tell the host
-        before each step that there is one more, and the host launches far ahead.
-      padded: whether a dispatch with fewer steps also does `steps` steps, for that
-        reason, of which the last ones change nothing.
+      sorted_ahead: whether a dispatch sorts the inputs of all its steps by column at once, to
+          compute the gradients of their rows.
+      full: whether each dispatch has exactly `steps` steps. Then a GPU need not ask the host
+          before each step whether there is another, and the host can launch far ahead.
+      padded: whether a dispatch with fewer steps is padded for that reason to `steps` steps, of
+          which the last ones change nothing.
     """
 
     capacities: tuple[int, ...]
@@ -79,19 +80,19 @@ class Sizes(NamedTuple):
 
 
 class TrainingTask(abc.ABC):
-    """The roles of the matrices of `Examples`, and the way to learn from them.
+    """The roles of the matrices of `Examples`, and the loss that is learned from them.
 
-    Here kinds of models differ: `Roles` is for item models, `ClickTask` of
-    `sparsejax.kinds.clicks.job` that of click models. It is hashable, because programs are
-    compiled for it.
+    Each kind of model has a subclass, such as `Roles` for item models and `ClickTask` in
+    `sparsejax.kinds.clicks.job` for click models. It is hashable, as it is a key of compiled
+    programs.
 
     Attributes:
-      inputs: names in messages of the first matrices: those whose columns are divided over a
-        mesh, and sorted ahead. Other sparse matrices that are no targets have none.
-      whole: whether sparse matrices lie whole on every device of a mesh.
-      even: whether each part of a batch has equal room for the entries of such a matrix, and
-        rows are dealt to batches and their parts by their entries.
-      begins_rows: whether tables give rows to new ids, in each step.
+      inputs: names, for messages, of the first matrices: sparse inputs whose columns are divided
+          over a mesh, and whose entries are sorted ahead. Other matrices have no name here.
+      whole: whether sparse matrices are replicated on every device of a mesh.
+      even: whether each part of a batch has equal capacity for the entries of such a matrix, and
+          rows are assigned to batches and parts so that each has equally many entries.
+      begins_rows: whether each step assigns rows of tables to new ids.
     """
 
     even: bool = False
@@ -110,66 +111,68 @@ class TrainingTask(abc.ABC):
 
     @abc.abstractmethod
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
-        """Selects from all matrices the inputs of the model, and the labels."""
+        """Selects the inputs of the model, and the labels, from all matrices."""
 
     @abc.abstractmethod
     def check(self, model: Any) -> None:
-        """Raises TypeError if a model cannot learn from them."""
+        """Raises TypeError if a model cannot learn from such examples."""
 
     @abc.abstractmethod
     def loss(
         self, model: nnx.Module, x: Any, labels: Any, weights: jax.Array
     ) -> jax.Array:
-        """`sum_b weights_b loss_b` of a batch, a scalar."""
+        """The loss of a batch, a scalar: `sum_b weights_b loss_b`."""
 
     def staging(
         self, model: Any, optimizer: Optimizer, deterministic: bool
     ) -> Staging | None:
-        """Makes the work that is done before the steps of a dispatch, if there is some."""
+        """Makes the `Staging` that runs before the steps of a dispatch, or None."""
         return None
 
     def with_staged(self, x: Any, staged: Any) -> Any:
-        """Replaces ids in the model's inputs by the results of `Staging`."""
+        """Replaces ids in the model's inputs by the results of `Staging`, in a compiled step."""
         return x
 
     def begun(
         self, model: nnx.Module, optimizer: Optimizer, x: Any, exists: jax.Array
     ) -> Any:
-        """The input that the model is shown, once its new ids have rows.
+        """The input of the model, after new ids were assigned rows.
 
         Args:
-          model: the model, which is changed.
-          optimizer: the optimizer, which is changed, too.
-          x: the input that `of` selected.
-          exists: `[batch]` whether there is such an example.
+          model: model, which is changed in place.
+          optimizer: optimizer, which is changed in place.
+          x: input that `of` selected.
+          exists: `[batch]` bool: False for padding rows.
         """
         return x
 
 
 @runtime_checkable
 class Staging(Protocol):
-    """Works on the ids of steps before the steps begin.
+    """Processes the ids of steps before the steps run.
 
-    It brings their rows from host memory to the devices, or sends ids to the devices that
-    own the rows.
+    It copies their rows from host memory to the devices, or sends ids to the devices that own the
+    rows.
     """
 
     def parts(
         self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
     ) -> Iterator[tuple[int, Any]]:
-        """Prepares some steps, some steps at a time if their rows do not fit together.
+        """Prepares some steps.
+
+        If their rows do not fit into memory together, it yields parts of them.
 
         Args:
           data: the examples.
-          rows: rows of each step of an epoch, as in `Dispatch`.
+          rows: row numbers of each step of an epoch, as in `Dispatch`.
           first: number of the first step.
           count: number of steps.
           sizes: sizes that the program is compiled for.
 
         Yields:
-          The next number of steps, and what `TrainingTask.with_staged` takes, of as many steps
-          as a program has, of which those behind repeat the last one. These steps have to be launched before
-          the next part is asked for.
+          The number of steps in the part, and the argument `staged` of `TrainingTask.with_staged`.
+          It is padded to the number of steps of a program by repeating the last step. The caller
+          must launch these steps before it requests the next part.
         """
         ...
 
@@ -184,11 +187,14 @@ class Trainable(Protocol):
     def loss(
         self, x: Any, labels: CSR, *, weights: jax.Array | None = None
     ) -> jax.Array:
-        """`sum_b weights_b loss_b`, a scalar. `x` is a `CSR`, or a dict of inputs."""
+        """The loss of a batch, a scalar:
+
+        `sum_b weights_b loss_b`. `x` is a `CSR`, or a dict of inputs.
+        """
         ...
 
     def train(self) -> None:
-        """Switches noise on, as `nnx.Module.train` does."""
+        """Enables dropout and other noise, as `nnx.Module.train` does."""
         ...
 
 
@@ -199,8 +205,8 @@ class Roles(TrainingTask):
     Attributes:
       names: names of the inputs, which are the first matrices; None for a single input
         without a name.
-      labels: the places of the targets among the matrices. They may be inputs.
-      targets: names of the targets; None for a single one without a name.
+      labels: positions of the targets among the matrices. A target may also be an input.
+      targets: names of the targets; None for a single target without a name.
     """
 
     names: tuple[str, ...] | None = None
@@ -236,15 +242,15 @@ class Roles(TrainingTask):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """Rows to train on, checked. The first call of `on_device` copies them to the devices.
+    """Checked training examples. The first call of `on_device` copies them to the devices.
 
     >>> place(train).num_rows == train.num_rows
     True
 
     Attributes:
-      roles: names and kinds of the matrices.
-      matrices: the inputs, `[rows, ...]`, then those targets that are something else.
-      weights: `[rows]` float32, or None.
+      roles: task with the roles of the matrices.
+      matrices: inputs `[rows, ...]`, then the targets that are not inputs.
+      weights: `[rows]` float32 weights of the examples, or None.
     """
 
     roles: TrainingTask
@@ -255,11 +261,11 @@ class Examples:
     def of(
         cls, inputs: Sources | Inputs, targets: Targets, weights: ArrayLike | None
     ) -> Examples:
-        """Matches the rows.
+        """Makes examples by matching the rows of inputs and targets.
 
         Raises:
-          TypeError: a source has another type.
-          ValueError: there are no rows, a row is missing, or a weight is wrong.
+          TypeError: a source has an unsupported type.
+          ValueError: there are no rows, a source lacks a row, or a weight is not valid.
         """
         inputs = Inputs.of(inputs)
         names = None if inputs.alone else tuple(sorted(inputs.parts))
@@ -296,31 +302,31 @@ class Examples:
 
     @property
     def chunks(self) -> list[int]:
-        """Number of rows of each chunk: here one chunk has all rows."""
+        """Number of rows in each chunk: here a single chunk has all rows."""
         return [self.num_rows]
 
     def order(self, seed: int, epoch: int) -> list[int]:
-        """The chunks in the order of an epoch."""
+        """The chunk numbers, in the order of an epoch."""
         return [0]
 
     def on_device(self, chunk: int, following: int | None) -> Resident:
-        """The data of a chunk on the devices; `following` comes next."""
+        """The data of a chunk on the devices. `following` is the number of the next chunk."""
         return self._resident
 
     def close(self) -> None:
-        """Does nothing, because nothing is open."""
+        """Does nothing, as no file is open."""
 
     @functools.cached_property
     def _resident(self) -> Resident:
         return Resident.of(self)
 
     def fingerprint(self) -> str:
-        """A hash of the contents; the same on any mesh."""
+        """A hash of the contents, which does not depend on the mesh."""
         weights = [] if self.weights is None else [self.weights]
         names = (getattr(self.roles, part, ()) for part in ("names", "targets"))
         if all(name is None for name in names):
             return fingerprint(*self.matrices, *weights)
-        # Without defaults, so that a field of a later version changes no earlier hash.
+        # Fields with default values are left out, so that new fields keep earlier hashes valid.
         given, defaults = vars(self.roles), vars(type(self.roles))
         stated = {n: v for n, v in given.items() if v != defaults.get(n, ...)}
         roles = np.frombuffer(repr(stated).encode(), np.uint8)
@@ -328,10 +334,10 @@ class Examples:
 
 
 def checked_weights(weights: Any, rows: int) -> np.ndarray | None:
-    """Weights of `rows` examples in float32.
+    """Weights of the examples as `[rows]` float32.
 
     Raises:
-      ValueError: there are more or fewer, or one is not finite.
+      ValueError: the number of weights is not `rows`, or a weight is not finite.
     """
     if weights is None:
         return None
@@ -348,12 +354,12 @@ def checked_weights(weights: Any, rows: int) -> np.ndarray | None:
 
 
 def check_labels(rule: object, labels: Any, *, whole: bool) -> None:
-    """Raises ValueError if the loss cannot make sense of the values of labels.
+    """Raises ValueError if label values are invalid for the loss.
 
     Args:
-      rule: the loss. Only a `LossRule` says which values it takes.
+      rule: the loss. Only a `LossRule` defines which label values are valid.
       labels: a `CSR`.
-      whole: whether these are all labels of the data.
+      whole: whether `labels` has all labels of the data.
     """
     count = int(labels.indptr[-1])
     if labels.data is None or count == 0:
@@ -380,20 +386,20 @@ def check_labels(rule: object, labels: Any, *, whole: bool) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Resident:
-    """A data set on the device, or in blocks on the mesh.
+    """A data set on the device, or in blocks on a mesh.
 
     Attributes:
-      matrices: the inputs, then targets that are no inputs. A dense input is `[data,
-        rows of a part + 1, ...]`; the last row of a part stands for no row. A CSR has
-        all rows, on every device.
-      weights: `[data, rows of a part]`, or None; without a mesh there is one part.
+      matrices: inputs, then targets that are not inputs. A dense input is `[data, rows of a part +
+          1, ...]`; the last row of a part is padding. A CSR has all rows on every device.
+      weights: `[data, rows of a part]` weights of the examples, or None. Without a mesh there is
+          one part.
       num_rows: number of rows (static).
-      contiguous: whether the rows of a shard follow each other, see `first_row`; else
-        row `r` belongs to shard `r mod 64` (static).
-      roles: names and kinds of the matrices (static).
+      contiguous: whether each shard is a range of consecutive rows, see `first_row`; otherwise row
+          `r` belongs to shard `r mod 64` (static).
+      roles: task with the roles of the matrices (static).
     """
 
-    # Each a CSR, ShardedCSR or array; while a program is lowered, JAX's placeholder.
+    # Each is a CSR, ShardedCSR or array; while a program is lowered, a placeholder of JAX.
     matrices: tuple[Any, ...]
     weights: jax.Array | None
     num_rows: int = dataclasses.field(metadata={"static": True})
@@ -402,9 +408,9 @@ class Resident:
 
     @classmethod
     def of(cls, examples: Examples) -> Resident:
-        """Places the data, on the mesh if one is set.
+        """Copies the data to the device, or to the mesh if one is set.
 
-        Warns if the devices of the mesh have very different shares.
+        Warns if the devices of the mesh get very unequal numbers of entries.
         """
         weights, num_rows, roles = examples.weights, examples.num_rows, examples.roles
         if not mesh_is_set():
@@ -437,12 +443,13 @@ class Resident:
         return cls(blocks, weights, num_rows, roles=roles)
 
     def take(self, rows: jax.Array, capacities: tuple[int, ...]) -> list:
-        """For each matrix the batches of some steps: a stack of matrices, or an array
+        """Gathers the batches of some steps: for each matrix a stack of matrices, or an array
         `[steps, batch, ...]`.
 
         Args:
           rows: `[steps, data, n]` from `epoch_order`.
-          capacities: room for the entries of a batch, or of a block of it.
+          capacities: for each matrix, the capacity for the entries of a batch, or of a block of
+              it.
         """
         every, rows = rows.reshape(len(rows), -1), self.local(rows)
 
@@ -450,8 +457,8 @@ class Resident:
             if isinstance(matrix, ShardedCSR):
                 return matrix.take(rows, nse)
             if isinstance(matrix, CSR):
-                # Otherwise XLA's partitioner may divide them, and then sum some entries wrongly
-                # (jax 0.12.0 on CPUs, data=2 and model=4, tables that are replicated).
+                # Without this, XLA's partitioner may divide them, and then sum some entries
+                # wrongly (jax 0.12.0 on CPUs, data=2 and model=4, replicated tables).
                 return replicated(jax.vmap(lambda r: take_rows(matrix, r, nse))(every))
             return _dense_rows(matrix, rows)
 
@@ -459,12 +466,14 @@ class Resident:
 
     @property
     def sparse_inputs(self) -> list[int]:
-        """The places of the sparse inputs among the matrices."""
+        """The positions of the sparse inputs among the matrices."""
         first = enumerate(self.matrices[: len(self.roles.inputs)])
         return [i for i, x in first if isinstance(x, SparseRows)]
 
     def needed(self, rows: jax.Array) -> list[jax.Array]:
-        """For each matrix the room that `take` needs: entries, or numbers of an array."""
+        """For each matrix the capacity that `take` needs: entries of a CSR, or numbers of an
+        array.
+        """
         every, rows = rows.reshape(len(rows), -1), self.local(rows)
 
         def of(matrix):
@@ -472,12 +481,11 @@ class Resident:
                 return matrix.fullest(rows)
             if isinstance(matrix, CSR):
                 if self.roles.even:
-                    # As models of tokens divide a batch.
+                    # Models of tokens divide a batch in this way.
                     size, parts = every.shape[1], num_devices()
                     parts = 1 if size % parts else parts
                     largest = parts * _largest_dealt(matrix, every, parts)
-                    # The mean is the mean of each epoch, so one program serves all of
-                    # them.
+                    # The mean is equal in all epochs, so that one program serves all of them.
                     mean = size * jnp.sum(matrix.row_lengths()) / self.num_rows
                     return jnp.maximum(largest, jnp.ceil(1.01 * mean).astype(jnp.int32))
                 return _largest(matrix, every)
@@ -486,14 +494,16 @@ class Resident:
         return [of(matrix) for matrix in self.matrices]
 
     def loads(self) -> jax.Array:
-        """`[rows]`: the entries by which rows are dealt, if `roles.even`."""
+        """`[rows]`: number of entries of each row, by which `evened` assigns rows, if
+        `roles.even`.
+        """
         [lengths] = (m.row_lengths() for m in self.matrices if isinstance(m, CSR))
         return lengths
 
     def means(self, rows: jax.Array) -> jax.Array:
-        """`[steps, batch]`: the weights with which a step's losses are summed.
+        """`[steps, batch]`: factors of the losses in the sum of a step.
 
-        They make the sum the mean of `weights_b loss_b` over the rows that exist.
+        With them, the sum is the mean of `weights_b loss_b` over the rows that are not padding.
         """
         exists = rows >= 0
         means = exists / jnp.sum(exists, axis=(1, 2), keepdims=True)
@@ -503,25 +513,25 @@ class Resident:
         return means.reshape(len(rows), -1)
 
     def local(self, rows: jax.Array) -> jax.Array:
-        """Rows `[steps, data, n]`, counted from the first of their part; -1 is no row."""
+        """Converts rows `[steps, data, n]` to row numbers inside their part; -1 is padding."""
         data = rows.shape[1]
         if self.contiguous:
             shard = jnp.arange(data, dtype=jnp.int32) * (VIRTUAL_SHARDS // data)
             place = rows - first_row(shard, self.num_rows)[None, :, None]
-        else:  # see `home_rows`
+        else:  # `home_rows` defines the parts
             shards = VIRTUAL_SHARDS // data
             place = rows // VIRTUAL_SHARDS * shards + rows % shards
         return jnp.where(rows >= 0, place, -1)
 
 
 def first_row(shard, num_rows: int):
-    """The first row of a shard, if its rows follow each other. Shards are almost equal."""
+    """The first row of a shard of consecutive rows. Shard sizes differ by at most 1."""
     each, more = divmod(num_rows, VIRTUAL_SHARDS)
     return shard * each + shard.clip(max=more)
 
 
 def home_rows(num_rows: int, data: int) -> np.ndarray:
-    """`[data, rows of a part]`: the rows of each of `data` parts; -1 is no row."""
+    """`[data, rows of a part]`: the row numbers of each of `data` parts; -1 is padding."""
     shards = VIRTUAL_SHARDS // data
     place = np.arange(-(-num_rows // VIRTUAL_SHARDS) * shards)
     rows = place // shards * VIRTUAL_SHARDS + place % shards
@@ -530,9 +540,9 @@ def home_rows(num_rows: int, data: int) -> np.ndarray:
 
 
 def _dense_rows(parts: jax.Array, rows: jax.Array) -> jax.Array:
-    """`[steps, batch, ...]` of `parts: [data, n, ...]` and `rows: [steps, data, b]`.
+    """Gathers `[steps, batch, ...]` from `parts: [data, n, ...]` by `rows: [steps, data, b]`.
 
-    -1 selects the last row of a part. Nothing moves between devices.
+    -1 selects the last row of a part. No data is sent between devices.
     """
 
     def block(part, rows):
@@ -549,7 +559,7 @@ def _largest(matrix: CSR, rows: jax.Array) -> jax.Array:
 
 
 def _largest_dealt(matrix: CSR, rows: jax.Array, parts: int) -> jax.Array:
-    """Entries of the fullest part of a batch, of `rows: [steps, batch]`."""
+    """Number of entries in the fullest part of any batch, for `rows: [steps, batch]`."""
 
     def of_batch(lengths):
         return jnp.max(jnp.sum(lengths[dealt(lengths, parts)], axis=1))
@@ -563,14 +573,14 @@ def _lengths(matrix: CSR, rows: jax.Array) -> jax.Array:
 
 
 def _canonical(array):
-    """A NumPy array in the dtype that it has on the device."""
+    """A NumPy array, converted to the dtype that it has on the device."""
     if not isinstance(array, np.ndarray):
         return array
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
 def _warn_of_imbalance(what: str, matrix: ShardedCSR, mesh: jax.sharding.Mesh) -> None:
-    """Warns if a device has far more than its share of the entries."""
+    """Warns if a device has far more than its share of the entries of a matrix."""
     everywhere = NamedSharding(mesh, P())
     ends = jax.jit(lambda indptr: indptr[..., -1], out_shardings=everywhere)
     counts = np.asarray(ends(matrix.blocks.indptr))

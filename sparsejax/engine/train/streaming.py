@@ -1,9 +1,8 @@
-"""Training data that stays on disk; one chunk at a time is on the devices.
+"""Training data on disk. One chunk at a time is on the devices.
 
-While one chunk is trained on, the next is read and copied to the devices. Within a
-chunk the order is as in `sparsejax.engine.train.resident`, except that the rows of a
-shard follow each other in the file. So a process reads only the rows that its devices
-train on.
+While one chunk is trained on, the next is read and copied to the devices. Inside a chunk the order
+is as in `sparsejax.engine.train.resident`, except that a shard is a range of consecutive rows of
+the file. So a process reads only the rows that its devices train on.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from sparsejax.mesh.blocks import ShardedCSR, parts_of_process
 from sparsejax.mesh.layout import VIRTUAL_SHARDS, current_mesh, device_memory, put_rows
 from sparsejax.sparse import CSR
 
-# Data that takes at most the first share of the devices' memory is read once. Otherwise a
-# chunk takes the second share, and two chunks are there at a time.
+# Data that takes at most the first share of the devices' memory is read once, as one chunk.
+# Otherwise a chunk takes the second share, and two chunks are in memory at a time.
 _SHARE, _CHUNK_SHARE = 1 / 4, 1 / 8
 
 
@@ -42,14 +41,14 @@ Matrix = CSR | np.ndarray
 
 
 class OnDisk(Protocol):
-    """Data that is read in chunks."""
+    """Data on disk that is read in chunks."""
 
     @property
     def num_rows(self) -> int: ...
 
     @property
     def chunk_rows(self) -> int | None:
-        """Number of rows that a chunk should have, if that is settled."""
+        """Number of rows that a chunk should have, or None if any number is possible."""
         ...
 
     def fingerprint(self) -> str:
@@ -59,15 +58,16 @@ class OnDisk(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scanned:
-    """Rows on disk, and the task that learns from them.
+    """Rows on disk, and the task that is trained on them.
 
     Attributes:
-      sources: data on disk with equally many rows, which are matched by position.
-      roles: the roles of the matrices.
-      read: function that reads the rows `start .. stop - 1` of each matrix, in NumPy arrays,
-        checked.
-      num_bytes: memory that all rows would take.
-      ends: function that says where each chunk ends, for a number of rows in each.
+      sources: data sources on disk with equally many rows, which are matched by position.
+      roles: task with the roles of the matrices.
+      read: function that reads and checks the rows `start .. stop - 1` of each matrix, as NumPy
+          arrays.
+      num_bytes: bytes of memory that all rows would take.
+      ends: function that returns the end of each chunk, given the desired number of rows in a
+          chunk.
     """
 
     sources: Sequence[OnDisk]
@@ -86,10 +86,10 @@ class Scanned:
 
 
 class Stream:
-    """Examples on disk that `fit` trains on.
+    """Examples on disk, for `fit`.
 
     Attributes:
-      chunks: number of rows of each chunk.
+      chunks: number of rows in each chunk.
       chunk_rows: number of rows that a chunk should have.
     """
 
@@ -98,7 +98,7 @@ class Stream:
         if self.num_rows == 0:
             raise ValueError("inputs has no rows")
         self._weights = checked_weights(weights, self.num_rows)
-        # Kept, because the reading thread does not see the context of this one.
+        # Stored here, as the mesh of this thread's context is not set in the reading thread.
         self._mesh = current_mesh()
         self._device = jax.config.jax_default_device
         self.chunk_rows = rows.sources[0].chunk_rows or self._rows_that_fit()
@@ -109,12 +109,15 @@ class Stream:
         self._here: tuple[int, Resident] | None = None
 
     def order(self, seed: int, epoch: int) -> list[int]:
-        """The chunks in the order of an epoch."""
+        """The chunk numbers, in the order of an epoch."""
         rng = np.random.default_rng((seed, epoch))
         return rng.permutation(len(self.chunks)).tolist()
 
     def on_device(self, chunk: int, following: int | None) -> Resident:
-        """The data of a chunk on the devices, once read; `following` comes next."""
+        """Waits for the data of a chunk and returns it on the devices.
+
+        The chunk `following` is read next.
+        """
         if self._here is None or self._here[0] != chunk:
             self._here = None  # frees its memory
             ahead = self._ahead.pop(chunk, None)
@@ -126,7 +129,7 @@ class Stream:
         return self._here[1]
 
     def close(self) -> None:
-        """Ends the thread that reads."""
+        """Stops the reading thread."""
         self._thread.shutdown(cancel_futures=True)
 
     def fingerprint(self) -> str:
@@ -135,7 +138,9 @@ class Stream:
         return f"{self._rows.fingerprint()}-{fingerprint(*weights)}"
 
     def _prepare(self, chunk: int) -> Resident | list[dict[int, Matrix]]:
-        """Reads a chunk, and places it unless several processes must do that together."""
+        """Reads a chunk, and copies it to the devices unless several processes must do that
+        together.
+        """
         parts = self.read(chunk)
         if jax.process_count() > 1:
             return parts
@@ -143,9 +148,9 @@ class Stream:
             return self._place(chunk, parts)
 
     def read(self, chunk: int) -> list[dict[int, Matrix]]:
-        """For each matrix, the parts of the chunk that this process trains on.
+        """Reads a chunk: for each matrix, the parts that this process trains on, by number.
 
-        A sparse matrix that lies whole on every device of a mesh is the one part 0.
+        A sparse matrix that is replicated over a mesh is a single part, number 0.
         """
         start, rows = self._ends[chunk], self.chunks[chunk]
         ends, mine = [0, rows], [0]
@@ -191,16 +196,16 @@ class Stream:
     def _over_mesh(
         self, parts: Mapping[int, Matrix], room: int
     ) -> ShardedCSR | CSR | jax.Array:
-        """A matrix of parts of at most `room` rows."""
+        """Combines parts of at most `room` rows to a matrix on the mesh."""
         assert self._mesh is not None
         some = next(iter(parts.values()))
         if isinstance(some, CSR):
             matrices = {p: x for p, x in parts.items() if isinstance(x, CSR)}
             if self._rows.roles.whole:
-                # The thread that reads sees no mesh.
+                # No mesh is set in the reading thread.
                 everywhere = NamedSharding(self._mesh, P())
                 return jax.device_put(on_device(some), everywhere)
-            # Rounded, so that one program serves all chunks.
+            # Capacities are rounded, so that one program serves all chunks.
             return ShardedCSR.from_parts(matrices, room, self._mesh, nse=bucket)
         shape = (self._mesh.shape["data"], room + 1, *some.shape[1:])
 
@@ -215,7 +220,7 @@ class Stream:
         )
 
     def _rows_that_fit(self) -> int:
-        """Rows of a chunk, by the memory of the devices."""
+        """Number of rows of a chunk that fit in the memory of the devices."""
         limit = device_memory()
         if limit is None:
             return self.num_rows
@@ -227,11 +232,11 @@ class Stream:
 
 
 def _with_one(array: np.ndarray) -> np.ndarray:
-    """The array with one more row."""
+    """The array with an additional row."""
     return np.append(array, array[:1], axis=0)
 
 
 def _part_ends(rows: int, data: int) -> list[int]:
-    """Where each of `data` parts of the rows of a chunk ends; begins with 0."""
+    """The ends of `data` parts of a chunk's rows, starting with 0."""
     shards = np.arange(0, VIRTUAL_SHARDS + 1, VIRTUAL_SHARDS // data)
     return first_row(shards, rows).tolist()
