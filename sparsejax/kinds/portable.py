@@ -13,12 +13,7 @@ from flax import nnx
 from sparsejax.data.files.names import FeatureNames, as_names, check_unique
 from sparsejax.data.reading.sources import features_of
 from sparsejax.data.sets.item_features import ItemFeatures
-from sparsejax.kinds.content import (
-    check_same_sizes,
-    content_of,
-    copied,
-    finish_vectors,
-)
+from sparsejax.kinds.content import check_same_sizes, content_of, copied, finish_vectors
 from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.ops import coarse_top_k
@@ -93,11 +88,7 @@ def _ends_in_its_layer(model: nnx.Module) -> bool:
 
 
 def _stated_layer(
-    layer: SparseOutput,
-    dtype: jnp.dtype,
-    weights: Sequence[jax.Array],
-    *,
-    int8: bool,
+    layer: SparseOutput, dtype: jnp.dtype, weights: Sequence[jax.Array], *, int8: bool
 ) -> OutputLayer:
     """Describes a folded output layer whose arrays are among the weights."""
 

@@ -44,11 +44,7 @@ def dates_of(data: Any) -> list[str]:
 
 
 def read_file(
-    source: Any,
-    reading: Reading,
-    *,
-    features: Features = None,
-    indicator: bool = False,
+    source: Any, reading: Reading, *, features: Features = None, indicator: bool = False
 ) -> SparseDataset:
     """Reads rows of items from a file or a table; a data set is returned as it is.
 

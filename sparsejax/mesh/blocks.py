@@ -29,13 +29,7 @@ from sparsejax.mesh.per_device import (
     own_block,
     transpose_over_data,
 )
-from sparsejax.sparse import (
-    CSR,
-    MAX_ENTRIES,
-    Transposed,
-    host_rows,
-    take_rows,
-)
+from sparsejax.sparse import CSR, MAX_ENTRIES, Transposed, host_rows, take_rows
 
 
 @functools.partial(

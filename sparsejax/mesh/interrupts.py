@@ -15,10 +15,7 @@ from sparsejax import ending
 
 _told_to_end = False
 _number: int | None = None
-_DEFAULTS = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
-}
+_DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 _IMPORTER = "<frozen importlib._bootstrap>"
 
 

@@ -18,10 +18,7 @@ from jax import lax
 
 from sparsejax.data.scans.scan_clicks import ScannedClicks
 from sparsejax.data.sets.clicks import ClickDataset
-from sparsejax.embeddings.collection import (
-    EmbeddingCollection,
-    collections_of,
-)
+from sparsejax.embeddings.collection import EmbeddingCollection, collections_of
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.lookup import Sender
 from sparsejax.embeddings.models import gives_ids_as_they_are

@@ -122,10 +122,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
                 "a click model reads a ClickDataset or ScannedClicks, got "
                 f"{type(data).__name__}"
             )
-        sizes = {
-            "num_dense": len(data.schema.dense),
-            "features": data.features,
-        }
+        sizes = {"num_dense": len(data.schema.dense), "features": data.features}
         if several := data.schema.several:
             sizes["labels"] = {name: column.after for name, column in several.items()}
         return Maker(functools.partial(build_click_model, config, **sizes))

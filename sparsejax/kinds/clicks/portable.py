@@ -273,9 +273,7 @@ def _portable(
 
 
 def _arrays(
-    stack: Stack,
-    rows: Callable[[], Iterator[np.ndarray]],
-    kind: TableDtype | None,
+    stack: Stack, rows: Callable[[], Iterator[np.ndarray]], kind: TableDtype | None
 ) -> list[_Table]:
     """Arrays to export for a stack: its rows, or quantized codes, scales and offsets."""
     shape = (stack.num_rows, stack.dim)

@@ -15,10 +15,7 @@ from sparsejax.data.sets.click_schema import (
 from sparsejax.embeddings.collection import collections_of
 from sparsejax.embeddings.config import TableConfig
 from sparsejax.kinds.kind import Maker
-from sparsejax.kinds.reading import (
-    check_columns_of_run,
-    check_counted,
-)
+from sparsejax.kinds.reading import check_columns_of_run, check_counted
 from sparsejax.optimizers.rules import Rule
 from sparsejax.options.models import Clicks
 

@@ -41,11 +41,7 @@ from sparsejax.kinds.histories.job import SequenceTask
 from sparsejax.kinds.histories.next_items import has_times
 from sparsejax.kinds.kind import Maker
 from sparsejax.mesh.exchange import slots_for_each
-from sparsejax.mesh.layout import (
-    device_memory,
-    padded_rows,
-    parts_of_axes,
-)
+from sparsejax.mesh.layout import device_memory, padded_rows, parts_of_axes
 from sparsejax.nn.content_vectors import CHUNK_ITEMS, SORTED_TAGS
 from sparsejax.ops import chunked_loss, two_passes
 from sparsejax.ops.history_attention import scores_at_once

@@ -80,11 +80,7 @@ from sparsejax.options.planning import Plan
 from sparsejax.options.predicting import Write
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Fit, Repeated, Training
-from sparsejax.sequence.config import (
-    AttentionConfig,
-    SequenceConfig,
-    entries_cut_off,
-)
+from sparsejax.sequence.config import AttentionConfig, SequenceConfig, entries_cut_off
 from sparsejax.sequence.events import EventSizes
 
 # Widths that `tune` tries.

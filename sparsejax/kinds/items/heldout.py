@@ -47,7 +47,7 @@ def _folded_in(
         warn_caller(
             f"{inputs.left_out.sum():,} entries of inputs were left out before the split "
             "and are in neither part; read inputs without features=..., and pass "
-            "features=... to evaluate",
+            "features=... to evaluate"
         )
     shown, rest = inputs.split(fold_in, seed=seed)
     if features is None:

@@ -33,12 +33,7 @@ from sparsejax.kinds.kind import (
     Tuned,
     kind_of,
 )
-from sparsejax.kinds.reading import (
-    is_last,
-    name_of,
-    read_file,
-    with_times,
-)
+from sparsejax.kinds.reading import is_last, name_of, read_file, with_times
 from sparsejax.kinds.source import Opened, Source
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.mesh import kept_programs
