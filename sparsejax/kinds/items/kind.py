@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from sparsejax.callers import warn_caller
 from sparsejax.codec import Json
 from sparsejax.data import ScannedDataset, SparseDataset, scan_parquet
-from sparsejax.data.reading.sources import Inputs, num_columns
+from sparsejax.data.reading.sources import Inputs, Sources, num_columns
+from sparsejax.data.reading.sources import Source as Given
 from sparsejax.data.sets.splits import Split
-from sparsejax.engine.rank.evaluation import Evaluation
+from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.footprint import Workload
@@ -22,7 +24,6 @@ from sparsejax.engine.train.resident import Examples
 from sparsejax.engine.train.streaming import Stream
 from sparsejax.kinds import interactions
 from sparsejax.kinds.content import finished
-from sparsejax.kinds.items.heldout import prepared_for
 from sparsejax.kinds.items.job import item_examples, item_job, scanned_items
 from sparsejax.kinds.kind import (
     DataSizes,
@@ -95,7 +96,7 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
                 "ClickDataset, a model of histories a SequenceDataset"
             )
         how = {"optimizer": asked.optimizer, "keep_rows": asked.keep_rows}
-        return prepared_for(asked).run(finished(model), **how)
+        return _prepared(asked).run(finished(model), **how)
 
     def portable(self, asked: Write):
         from sparsejax.kinds.portable import portable_ranker
@@ -221,7 +222,7 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
             features = None if asked.fold_in is None else run.known
             how = {"fold_in": asked.fold_in, "seed": asked.seed, "features": features}
             model = cast(Any, None)  # the model is loaded later
-            return prepared_for(Measure(model, **given, **how, **asked.counted()))
+            return _prepared(Measure(model, **given, **how, **asked.counted()))
 
         if kept_programs.may_compile_beside():
 
@@ -274,6 +275,51 @@ def _data_to_evaluate(asked: Evaluate, reading: Reading, run: Opened) -> dict[st
         if source is not None:
             given[name] = read_file(source, reading, features=names, indicator=True)
     return given
+
+
+def _prepared(asked: Measure) -> Evaluation:
+    """Prepares the data of `evaluate` once, so that several models can be measured on it."""
+    inputs, heldout = cast(Sources, asked.inputs), cast(Given | None, asked.heldout)
+    setup = asked.as_type(Setup, trained_on_inputs=asked.fold_in is None)
+    if asked.fold_in is not None:
+        chosen = asked.fold_in, asked.seed or 0, asked.features
+        inputs, heldout = _folded_in(inputs, heldout, *chosen)
+    elif heldout is None:
+        raise ValueError("give heldout, or fold_in=... to hold out a part of inputs")
+    return prepared_evaluation(inputs, heldout, setup)
+
+
+def _folded_in(
+    inputs: Sources | Inputs,
+    heldout: Given | None,
+    fold_in: float,
+    seed: int,
+    features: SparseDataset | Iterable[object] | None,
+) -> tuple[SparseDataset, SparseDataset]:
+    if heldout is not None:
+        raise ValueError("give heldout or fold_in, not both: fold_in splits the inputs")
+    if isinstance(inputs, Mapping):
+        raise ValueError(
+            "fold_in splits a single input; with several inputs, split one of them by "
+            "shown, heldout = data.split(...)"
+        )
+    if not isinstance(inputs, SparseDataset):
+        raise TypeError(
+            "fold_in chooses entries by their names, so inputs must be a SparseDataset, "
+            f"got {type(inputs).__name__}"
+        )
+    if inputs.left_out is not None:
+        warn_caller(
+            f"{inputs.left_out.sum():,} entries of inputs were left out before the split "
+            "and are in neither part; read inputs without features=..., and pass "
+            "features=... to evaluate"
+        )
+    shown, rest = inputs.split(fold_in, seed=seed)
+    if features is None:
+        return shown, rest
+    if not isinstance(features, SparseDataset):
+        features = list(features)
+    return shown.align_features(features), rest.align_features(features)
 
 
 KIND = Items()
