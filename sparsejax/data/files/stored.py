@@ -282,11 +282,11 @@ def read_rows(path: Path, form: Form, *, events: bool = False) -> StoredRows:
         check_schema(path, file.schema_arrow, form, events=events)
         rows = _read_table(path, file)
         try:
-            # Pages have checksums of their own, but the records of their places do not.
+            # Pages have checksums of their own, but the offsets of pages have none.
             if file.schema_arrow.metadata.get(_CHECKSUM_KEY) == _checksum(rows):
                 return rows
             if not form.ordered:
-                rows.entries.csr(len(rows.feature_names))  # which says more
+                rows.entries.csr(len(rows.feature_names))  # raises a more precise error
         except ValueError as error:
             raise DataError.at(path, f"is damaged: {error}") from error
         raise DataError.at(path, "is damaged: its checksum does not fit its content")
@@ -312,9 +312,9 @@ def _checksum(rows: StoredRows) -> bytes:
 def check_schema(
     path: Path, schema: pa.Schema, form: Form, *, events: bool = False
 ) -> None:
-    """Raises DataError unless `write_rows` made a file of this schema, in this form.
+    """Raises DataError unless `write_rows` made a file with this schema in this form.
 
-    See `read_rows` for the arguments.
+    `read_rows` describes the arguments.
     """
     form.check(path, schema)
     if not {"row", "indices", "feature"} <= set(schema.names):
@@ -338,13 +338,13 @@ def check_schema(
 
 
 def facts_in(schema: pa.Schema) -> str:
-    """The document of the columns of events and users, in JSON; empty if there are none."""
+    """The JSON document about the columns of events and users; empty if there are none."""
     found = (schema.metadata or {}).get(_EVENTS_KEY, b"")
-    return found.decode(errors="replace")  # the checksum then differs
+    return found.decode(errors="replace")  # invalid UTF-8 fails the checksum later
 
 
 def categories_in(file: pq.ParquetFile) -> dict[str, Names]:
-    """The categories of columns of events and users, by name; of users behind `USERS`."""
+    """The categories of columns of events and users, by name; for users after `USERS`."""
     names = [n for n in file.schema_arrow.names if n.startswith(_CATEGORIES)]
     return {
         n.removeprefix(_CATEGORIES): as_names(file.read([n]).column(0).drop_null())
@@ -353,7 +353,7 @@ def categories_in(file: pq.ParquetFile) -> dict[str, Names]:
 
 
 def _not_saved(schema: pa.Schema) -> str:
-    """The message about a file of another program."""
+    """The error text for a Parquet file that is no saved data set."""
     return (
         "is Parquet, but not a saved data set: expected the columns row, indices, "
         f"values (optional) and feature, got {', '.join(schema.names)}; "
@@ -407,7 +407,7 @@ def _read_table(path: Path, file: pq.ParquetFile) -> StoredRows:
 def column_of(
     path: Path, name: str, type_: pa.DataType, parts: Iterable[pa.Array]
 ) -> np.ndarray:
-    """The column of all batches: numbers, or as many in each row of a matrix."""
+    """Joins the batches of a column: numbers, or lists of equal lengths as a matrix."""
     if type_ not in (_LISTS, _LISTS.value_type):
         return np.concatenate([_empty(type_), *map(arrow.numbers, parts)])
     sizes = np.concatenate(
@@ -423,7 +423,7 @@ def column_of(
 
 
 def types_in(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
-    """The columns that a saved data set has, and the type as which each is read."""
+    """The columns to read from a saved data set, each with its Arrow type."""
     types = {name: type_ for name, type_ in _COLUMNS.items() if name in schema.names}
     for name in types.keys() & {"times", "first_times"}:
         found = schema.field(name).type
@@ -446,7 +446,7 @@ def types_in(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
 
 
 def _empty(type_: pa.DataType) -> np.ndarray:
-    """An empty array of the type of an entry."""
+    """An empty array with the dtype of a column's entries."""
     inner = type_.value_type if pa.types.is_list(type_) else type_
     return arrow.numbers(pa.nulls(0, inner))
 

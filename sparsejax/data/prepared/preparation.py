@@ -1,4 +1,4 @@
-"""From events to a folder of sorted rows, on one machine, by DuckDB."""
+"""Prepares events on one machine, by DuckDB: writes a folder of sorted rows."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ from sparsejax.options.option import verb
 from sparsejax.options.reading import Prepare, Preparing
 from sparsejax.whole_files import temporary_folder, whole_folder
 
-_BATCH = 2**18  # sorted entries that come from the engine at a time
-# Memory of the engine for each event that it groups at once. DuckDB 2.0 keeps up to 8
-# bytes of notes, which it cannot spill (github.com/duckdb/duckdb/issues/22578).
+_BATCH = 2**18  # sorted entries that are read from the engine at a time
+# Bytes of the engine's memory for each event that it groups at once. DuckDB 2.0 keeps up to 8
+# bytes for each event that it cannot spill (github.com/duckdb/duckdb/issues/22578).
 BYTES_PER_EVENT = 32
 _BUCKET_BITS = 4
-# Options that are not for histories, with their defaults.
+# Options that have no effect on histories, with their defaults.
 _OF_ITEMS = {
     "value": None,
     "indicator": False,
@@ -74,13 +74,15 @@ _OF_ITEMS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How entries are split into train and test; at most one field is given.
+    """The rule that splits entries into train and test; without fields nothing is held out.
+
+    At most one of `time`, `last` and `fraction` is given.
 
     Attributes:
-      time: events at or after it are held out.
-      repeats: with `time`, how an entry counts that has events on both sides; see
+      time: time of the split; events at or after it are held out.
+      repeats: with `time`, treatment of an entry that has events on both sides; see
         `SparseDataset.split_at`.
-      last: how many of the last entries of each row are held out.
+      last: number of the last entries of each row that are held out.
       fraction: share of the entries of each row that stays in train.
       seed: seed of the random choice by `fraction`.
     """
@@ -93,7 +95,7 @@ class Cut:
 
     @classmethod
     def of(cls, asked: Preparing) -> Cut:
-        """The split that the options of `prepare` ask for; ValueError for several."""
+        """Reads the rule from the options of `prepare`; ValueError if several are given."""
         names = "split_time", "split_last", "split_fraction"
         given = [name for name in names if getattr(asked, name) is not None]
         if len(given) > 1:
@@ -108,7 +110,7 @@ class Cut:
         return not self.time is self.last is self.fraction is None
 
     def before(self, times: np.ndarray | None) -> Any:
-        """The time of the split, as entries have it.
+        """The time of the split, converted to the type of the events' times; None if unused.
 
         Args:
           times: some times of the events, or None.
@@ -116,13 +118,13 @@ class Cut:
         if self.time is None or times is None:
             return None
         time = split.as_time(self.time, times)
-        # Times beyond all integers are before or after all of them.
+        # A time beyond the range of integers is before or after all times.
         return int(time.astype(np.int64)) if isinstance(time, np.datetime64) else time
 
     def keys(self, items: Names) -> np.ndarray | None:
-        """`[items]` numbers of the items by which the split chooses, if it needs any."""
+        """`[items]` numbers of the items by which the split chooses; None if not needed."""
         if self.last is not None:
-            # If times are equal, the item that comes later in the order of text is later.
+            # If times are equal, the item whose name is greater counts as later.
             rank = np.empty(len(items), np.int64)
             rank[np.argsort(items, stable=True)] = np.arange(len(items))
             return rank
@@ -131,12 +133,12 @@ class Cut:
     def parts(
         self, entries: Entries, names: pa.Array, keys: np.ndarray | None
     ) -> dict[Part, np.ndarray]:
-        """For each part `[entries]` bool: the entries that it has.
+        """Assigns entries to parts: for each part a mask `[entries]`.
 
         Args:
           entries: entries of whole users.
           names: names of these users.
-          keys: `[entries]` the key of each entry's item, made by `self.keys`.
+          keys: `[entries]` key of each entry's item, from `self.keys`.
         """
         if self.time is not None:
             stays, later = (entries.columns[n] != 0 for n in ("earlier", "later"))
@@ -164,14 +166,14 @@ class Cut:
 
 
 class Asked:
-    """The options of `prepare` about the events, here and on Spark, as they are used.
+    """The options of `prepare`, on one machine or on Spark, checked and converted.
 
     Attributes:
-      cut: the split.
-      known: the given vocabulary.
-      chosen: the columns.
+      cut: rule that splits entries into train and test.
+      known: given vocabulary, or None.
+      chosen: columns that the caller chose for roles.
       with_time: whether events must have times.
-      settings: the settings as the manifest has them.
+      settings: settings, as the manifest states them.
     """
 
     def __init__(self, asked: Preparing):
@@ -213,7 +215,7 @@ class Asked:
 
 @verb(Prepare)
 def prepare(asked: Prepare) -> Manifest:
-    """Turns events into a data set in a folder, which need not fit in memory.
+    """Writes events as a prepared data set in a folder; the events need not fit in memory.
 
     >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
     >>> print(prepare(pandas.DataFrame(table), "prepared"))
@@ -224,22 +226,22 @@ def prepare(asked: Prepare) -> Manifest:
     2
 
     The folder has the vocabulary, `train/`, `test/` if there is a split, and a manifest.
-    `read`, `scan_parquet` and all commands take it. Its path stands for the part
-    `train`; the path of `test` in it has the held-out entries. Vocabulary, columns and
-    values are those that `read` gives for equal events. Rows have a pseudo-random
-    order, and rows without entries are left out.
+    It can be passed to `read`, `scan_parquet` and all commands. Its path stands for the part
+    `train`; the path of `test` in it has the held-out entries. Vocabulary, columns and values
+    are equal to those that `read` makes from equal events. Rows have a pseudo-random order,
+    and rows without entries are left out.
 
     DuckDB does the work; it needs `pip install 'sparsejax[prepare]'`. Data that exceeds the
-    memory is written to a temporary folder: beside `out`, or the system's if `out` is
-    an address. The vocabulary must fit in memory. A local folder appears whole or
-    not at all. In a store the manifest is written last, and a folder without it is
-    unfinished: repeat the call.
+    memory is written to a temporary folder: beside `out`, or the system's if `out` is an
+    address. The vocabulary must fit in memory. A local folder appears whole or not at all. In
+    a store the manifest is written last, and a folder without it is incomplete: repeat the
+    call.
 
     Raises:
       DataError: the events cannot be read, or some are wrong: the message counts them and
-        has one. Nothing is left, or nothing is held out.
-      FileExistsError: `out` exists. If it is the whole folder of the same events and
-        settings, nothing is done, and its manifest is returned.
+        shows one. Or no entries remain, or none are held out.
+      FileExistsError: `out` exists. If it is a complete folder of equal events and settings,
+        its manifest is returned and nothing is written.
       ImportError: DuckDB is not installed.
       OSError: `out` cannot be written.
       ValueError: an argument is wrong.
@@ -257,12 +259,12 @@ def prepare(asked: Prepare) -> Manifest:
 
 
 def prepared_before(out: Path, settings: Mapping[str, Any]) -> DataFolder | None:
-    """The whole folder at `out`, if it was prepared by these settings; None if it is new.
+    """The complete folder at `out`, if it was prepared with these settings; None if it is new.
 
-    A process may be killed after its folder has appeared. Repeating the call is then no error.
+    A process may be killed after its folder has appeared. Then a repeated call is no error.
 
     Raises:
-      FileExistsError: `out` holds something else.
+      FileExistsError: `out` has other content.
     """
     place = Place.of(out)
     text = place.below(MANIFEST).read()
@@ -289,7 +291,7 @@ def prepared_before(out: Path, settings: Mapping[str, Any]) -> DataFolder | None
 
 
 def check_same(before: DataFolder, identity: str) -> Manifest:
-    """The manifest of a folder, if it was prepared from the same events, too.
+    """Checks that a folder was prepared from the same events; returns its manifest.
 
     Raises:
       FileExistsError: the folder was prepared from other events.
@@ -304,7 +306,7 @@ def check_same(before: DataFolder, identity: str) -> Manifest:
 
 @contextlib.contextmanager
 def _writing(out: Path, before: DataFolder | None) -> Generator[Place]:
-    """The folder to write to. A local one appears when the block is done."""
+    """Yields the folder to write to. A local one appears when the block has ended."""
     if is_address(out) or before is not None:
         yield Place.of(out)
         return
@@ -314,7 +316,7 @@ def _writing(out: Path, before: DataFolder | None) -> Generator[Place]:
 
 @contextlib.contextmanager
 def _engine(folder: Place, memory: str | None) -> Generator[Any]:
-    """A database that writes data beyond the memory to a temporary folder."""
+    """Opens a DuckDB database that spills data beyond the memory to a temporary folder."""
     with needing("preparing data needs DuckDB", "prepare"):
         import duckdb
 
@@ -325,7 +327,7 @@ def _engine(folder: Place, memory: str | None) -> Generator[Any]:
     )
     with temporary_folder(beside) as spill, duckdb.connect() as engine:
         engine.execute("SET temp_directory = $1", [os.fspath(spill)])
-        # By itself it takes a thread for each core of the machine, also under `taskset`.
+        # By default DuckDB takes a thread for each core of the machine, even under `taskset`.
         [[threads]] = engine.execute("SELECT current_setting('threads')").fetchall()
         cores = len(processors.usable())
         engine.execute("SET threads = $1", [min(threads, cores)])
@@ -348,7 +350,7 @@ def _engine(folder: Place, memory: str | None) -> Generator[Any]:
 
 @dataclasses.dataclass
 class _Preparation:
-    """The steps from events to files."""
+    """The steps from a stream of events to the files of a folder."""
 
     engine: Any
     events: Stream
@@ -358,7 +360,7 @@ class _Preparation:
     def run(
         self, folder: Place, known: Names | None, done: DataFolder | None
     ) -> Manifest:
-        """Writes the folder, or compares the events with those of a finished folder."""
+        """Writes the folder, or compares the events with those of a complete folder."""
         before = self.cut.before(self.events.times)
         pairs = self._frequent(self._pairs(before))
         identity = self._identity(self._run(self._content(pairs, before)))
@@ -376,7 +378,7 @@ class _Preparation:
                 self._check_values(entries, users, names)
                 of_items = None if keys is None else keys[entries.indices]
                 parts = self._parts(entries, users, of_items, before)
-                # Items that the vocabulary lacks have the codes behind it.
+                # Codes from `size` on are items that the vocabulary lacks.
                 columns = np.where(entries.indices < size, entries.indices, -1)
                 yield entries.replaced(indices=columns), users, parts
 
@@ -412,15 +414,15 @@ class _Preparation:
         }
 
     def _content(self, pairs: str, before: Any) -> str:
-        """The query of the number of entries and of a hash of them."""
+        """The query for the number of entries and a hash over them."""
         return queries.content(queries.DUCKDB, pairs, **self._which(before))
 
     def _items(self, pairs: str, before: Any) -> str:
-        """The query of the items."""
+        """The query for all items and their counts."""
         return queries.items(pairs, sides=before is not None)
 
     def _entries(self, pairs: str, before: Any) -> Iterator[Leaves]:
-        """The sorted entries."""
+        """The entries in batches, sorted by user and column."""
         return map(
             leaves_of, self._stream(queries.entries(pairs, **self._which(before)))
         )
@@ -428,12 +430,12 @@ class _Preparation:
     def _parts(
         self, entries: Entries, users: pa.Array, keys: np.ndarray | None, before: Any
     ) -> dict[Part, np.ndarray]:
-        """For each part `[entries]` bool: the entries of whole users that it has."""
+        """Assigns entries of whole users to parts: for each part a mask `[entries]`."""
         del before
         return self.cut.parts(entries, users, keys)
 
     def _stated(self) -> dict[str, Any]:
-        """Further fields of the manifest."""
+        """The fields of the manifest that are for histories only."""
         return {}
 
     def _pairs(self, before: Any) -> str:
@@ -463,26 +465,26 @@ class _Preparation:
             )
 
     def _number(self, pairs: str, names: Names) -> None:
-        """Makes the tables of items and users with their numbers."""
+        """Makes the tables `codes` and `people`, with numbers for items and users."""
         codes = arrow.from_numbers(np.arange(len(names), dtype=np.int32))
         given = pa.table({"item": to_arrow(names), "code": codes})
-        self.engine.register("given", given)  # only for this connection
+        self.engine.register("given", given)  # visible to this connection only
         self._make("codes", "SELECT item, code FROM given")
         self._make("people", queries.people(queries.DUCKDB, pairs))
 
     def _most(self) -> int:
-        """How many events the engine can group at once."""
+        """The number of events that the engine can group at once."""
         limit = "parse_formatted_bytes(current_setting('memory_limit'))"
         [[limit]] = self._run(f"SELECT {limit}")
         return max(limit // BYTES_PER_EVENT, 1)
 
     def _group_in_buckets(self, grouped: str, single: str, most: int) -> None:
-        """Groups the table `pairs` and the events that are left, some users at a time.
+        """Groups the table `pairs` and the remaining events, some users at a time.
 
         Args:
-          grouped: the query that groups the table `{}`.
-          single: the events as pairs.
-          most: how many events to read at once.
+          grouped: query that groups the table `{}`.
+          single: subquery for the events in the form of pairs.
+          most: number of events to read at once.
         """
         [[spill]] = self._run("SELECT current_setting('temp_directory')")
         folder = os.path.join(spill, "buckets")
@@ -501,12 +503,12 @@ class _Preparation:
             shutil.rmtree(os.path.join(folder, bucket))
 
     def _consume(self, query: str, most: int | None) -> None:
-        """Runs a query of the next `events`."""
+        """Runs a query over the next events, which it reads as the table `events`."""
         self.engine.register("events", self.events.reader(most))
         try:
             self._run(query)
         except Exception:
-            self.events.check()  # this says more, if the events are the cause
+            self.events.check()  # raises the events' own error, if they are the cause
             raise
         finally:
             self.engine.unregister("events")
@@ -516,7 +518,7 @@ class _Preparation:
         return f" but wrong ones: {self.events.wrong}" if counts else ""
 
     def _frequent(self, table: str) -> str:
-        """The pairs of users and items that are frequent enough."""
+        """The table of the pairs whose user and item are frequent enough."""
 
         def chosen(table: str, column: str, least: int) -> tuple[str, int]:
             following = f"{table}_"
@@ -530,7 +532,7 @@ class _Preparation:
     def _vocabulary(
         self, found: pa.Table, known: Names | None
     ) -> tuple[Names, np.ndarray, int]:
-        """All items, the vocabulary's first; the vocabulary's counts, and its size."""
+        """The items, first those of the vocabulary; the vocabulary's counts, and its size."""
         names, counts = (
             as_names(found["item"]),
             arrow.numbers(found["n"].combine_chunks()).astype(np.int64),
@@ -565,7 +567,7 @@ class _Preparation:
             )
 
     def _identity(self, content: list[tuple]) -> str:
-        """A hash of the `queries.content` and the settings."""
+        """A hash of the content (see `queries.content`) and the settings."""
         facts = [VERSION, self.settings, content]
         text = json.dumps(facts, sort_keys=True).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
@@ -584,16 +586,16 @@ class _Preparation:
         return self.engine.sql(query).to_arrow_table()
 
     def _stream(self, query: str) -> Iterator[pa.RecordBatch]:
-        """The rows of a result, while other queries run."""
+        """Yields the rows of a result by a cursor, so that other queries can run meanwhile."""
         yield from self.engine.cursor().sql(query).to_arrow_reader(_BATCH)
 
 
 @dataclasses.dataclass
 class _Histories(_Preparation):
-    """The steps from events to files of histories.
+    """The steps from a stream of events to files of histories.
 
     Attributes:
-      counter: counter of the categories of the columns of events, if there are some.
+      counter: counter of categories in the columns of events; None if there are none.
     """
 
     counter: EventCounter | None
@@ -611,7 +613,7 @@ class _Histories(_Preparation):
 
     @functools.cached_property
     def _of_events(self) -> Events | None:
-        """The columns of events, without events, after all were read."""
+        """The columns of events with their categories, with no events; use after reading."""
         return None if self.counter is None else self.counter.finish()
 
     def _content(self, pairs: str, before: Any) -> str:
@@ -633,7 +635,7 @@ class _Histories(_Preparation):
         }
 
     def _leaves(self, batch: pa.RecordBatch) -> Leaves:
-        """The columns of some sorted events."""
+        """The columns of a batch of sorted events, by name."""
         found, like = dict(leaves_of(batch)), self.events.times
         times = found.pop("latest", None)
         if times is not None and like is not None:
@@ -663,16 +665,16 @@ class _Histories(_Preparation):
 
 
 class _Names:
-    """The names of users, which are asked for in ascending order."""
+    """A reader of users' names, which must be requested in ascending order."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch]):
         self._batches = batches
         self._waiting: list[pa.Array] = []
-        self._first = 0  # the number of the first user that waits
+        self._first = 0  # number of the first user whose name was not taken
         self._num_waiting = 0
 
     def take(self, users: np.ndarray) -> pa.Array:
-        """The names of all users from the first that is left to the last of `users`."""
+        """The names of the users from the first that was not taken to the last of `users`."""
         count = int(users[-1]) + 1 - self._first
         while self._num_waiting < count:
             names = next(self._batches).column("name").cast(pa.large_string())
@@ -688,11 +690,11 @@ class _Names:
 def with_left_out(
     cut: Cut, known: Names | None, some_unknown: bool
 ) -> dict[Part, bool]:
-    """The parts to write, and whether each counts entries that the vocabulary lacks.
+    """The parts to write, each with whether it counts entries that the vocabulary lacks.
 
     Args:
-      cut: how entries are split.
-      known: the given vocabulary, or None if the part train decides it.
+      cut: rule that splits entries.
+      known: given vocabulary, or None if the items of the part train are the vocabulary.
       some_unknown: whether events have items that the vocabulary lacks.
     """
     parts: dict[Part, bool] = {"train": known is not None and some_unknown}
@@ -706,18 +708,18 @@ def frequent[Table](
     count: int,
     chosen: Callable[[Table, str, int], tuple[Table, int]],
 ) -> Table:
-    """The pairs of users and items that are frequent enough.
+    """Selects the pairs whose user and item are frequent enough; repeated until all are.
 
     Args:
       path: name of the events in messages.
       settings: settings of the preparation.
       pairs: all pairs.
       count: number of the pairs.
-      chosen: function that returns the pairs whose column has each value so many times or more,
-        and their number.
+      chosen: function of pairs, a column and a least count, which returns the pairs whose
+        value in the column occurs at least that often, and their number.
 
     Raises:
-      DataError: no pair is left.
+      DataError: no pair remains.
     """
     least = {"item": settings["min_item"], "name": settings["min_user"]}
     steps = [(column, least) for column, least in least.items() if least > 1]
@@ -738,7 +740,7 @@ def frequent[Table](
 
 
 def all_held_out(path: Path, cut: Cut) -> DataError:
-    """The error if a vocabulary is empty."""
+    """The error for a split that leaves no items in train."""
     return DataError.at(
         path,
         "everything is held out, nothing to train on: no event is before "
@@ -747,7 +749,7 @@ def all_held_out(path: Path, cut: Cut) -> DataError:
 
 
 def all_unknown(path: Path, names: Names, known: Names) -> DataError:
-    """The error if a vocabulary has none of the items."""
+    """The error for a given vocabulary that has none of the events' items."""
     return DataError.at(
         path,
         f"all entries are of items that the vocabulary lacks: {quoted(names)}; it has "
@@ -756,7 +758,7 @@ def all_unknown(path: Path, names: Names, known: Names) -> DataError:
 
 
 def check_prepared(path: Path, manifest: Manifest, cut: Cut) -> None:
-    """Raises DataError if a part has nothing."""
+    """Raises DataError if the part train, or the part test of a split, is empty."""
     if not manifest.num_entries():
         raise DataError.at(
             path,
@@ -770,12 +772,12 @@ def check_prepared(path: Path, manifest: Manifest, cut: Cut) -> None:
 
 
 def repeats_left_out(cut: Cut, repeated: int) -> int:
-    """How many of so many repeated entries were not held out."""
+    """The number of repeated entries that were not held out, for the manifest."""
     return repeated if cut.time is not None and cut.repeats == "new" else 0
 
 
 def warn_of_merged(manifest: Manifest, repeated: int) -> None:
-    """Warns of held-out entries that have other events; `repeated` counts them."""
+    """Warns if `repeated` held-out entries also have other events."""
     heldout = manifest.num_entries("test") + manifest.left_out.get("test", 0)
     split.warn_of_repeats(repeated, heldout)
 

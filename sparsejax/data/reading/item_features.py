@@ -1,4 +1,4 @@
-"""Content of items from tables and JSON."""
+"""Reads features of items from tables and JSON."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from sparsejax.data.files.spelling import are_missing, is_name, is_text
 from sparsejax.data.sets.item_features import ItemFeatures
 
 _WORD = re.compile(r"\w+")
-# Texts are titles, and no categories, if a larger share of them occurs once. Fewer texts
-# than this do not tell: three new products may be of three kinds.
+# A column of text has titles, not categories, if a larger share of its texts occurs once. With
+# fewer texts this is not checked: three new products may have three categories.
 ONCE, FEW_TEXTS = 0.8, 20
-# Exports write the largest number of a type where a number is missing.
+# Some exports write the largest number of a type in place of a missing number.
 _LARGEST = [float(np.finfo(kind).max) for kind in (np.float32, np.float64)]
-# Squares of larger numbers, or of their inverses, are not finite in float64.
+# In float64, squares of larger numbers overflow, and squares of their inverses underflow.
 _SQUARED = 1e150
-# Numbers are all alike in float32 if they differ by less, in units of the deviation.
+# Numbers that differ by less than this many deviations are equal in float32.
 _ALIKE = 1e-6
 _EMPTY = "without any value"
 _LEAVE_EMPTY = "leave the cell empty where a number is missing"
-# The column of the lists in a JSON object like {"tea": [4, 7]}.
+# Name for the column of lists in a JSON object like {"tea": [4, 7]}.
 _ATTRIBUTES = "attributes"
 
 
@@ -61,12 +61,12 @@ def read_item_features(
     words: Collection[str] = (),
     separator: str = "|",
 ) -> ItemFeatures:
-    """Reads the content of items: from CSV, Parquet, JSON, JSON Lines, or a table in memory.
+    """Reads features of items from CSV, Parquet, JSON, JSON Lines, or a table in memory.
 
     >>> read_item_features([{"item": "tea", "price": 4.5}, {"item": "rice", "price": 2}])
     ItemFeatures(2 items, 1 tags)
 
-    The types of the columns decide how they are used:
+    The type of a column decides its use:
 
     ==============================  ====================================================
     text                            a tag: `kind=drink`; with "|" in it, several
@@ -78,34 +78,34 @@ def read_item_features(
     titles, dates, empty columns    nothing: they are left out
     ==============================  ====================================================
 
-    A column of text has titles if four of five texts occur once, among 20 or more. Such a
-    tag says nothing that the item's own vector does not say. `ItemFeatures.columns`
-    says for each column how it is used, and why it was left out.
+    A column of text has titles if more than four in five texts occur once, among 20 or more.
+    Such a tag adds nothing to the item's own embedding. `ItemFeatures.columns` has the use of
+    each column, or the reason why it was left out.
 
-    Folders named like `kind=drink`, as by Hive, are a column of text.
+    Folders named like `kind=drink`, as by Hive, give a column of text.
 
-    A cell may be empty, and NaN is an empty cell. A JSON file may also be one object with a list of tags for each
-    item: `{"tea": [4, 7], "rice": [4]}`. In CSV the columns of items, `tags` and `words` are
-    text, so that "007" and "NA" are names.
+    A cell may be empty, and NaN counts as empty. A JSON file may also be one object with a
+    list of tags for each item: `{"tea": [4, 7], "rice": [4]}`. In CSV the columns of items,
+    `tags` and `words` are read as text, so that "007" and "NA" are names.
 
     Args:
       source: a path, or several; a data frame or another table of Arrow; or dicts.
-      item: the column with the names of the items; by default it is found by its name.
-      columns: the columns to read; by default all.
-      tags: columns that are tags, though their type says otherwise: numbers, such as
-        the number of a brand, or titles.
-      words: columns of text, whose words are tags.
-      separator: between several tags in a text.
+      item: name of the column with the items; by default it is found by known names.
+      columns: names of the columns to read; by default all.
+      tags: names of columns to use as tags whatever their type, such as the number of a
+        brand, or titles.
+      words: names of columns of text whose words become tags.
+      separator: text between several tags in a cell.
 
     Raises:
       DataError: a file or a table cannot be read, there is no column of items, or no column
-        has content. Two rows of an item differ; rows that are equal are left out, with a
-        warning. A number is infinite, is the largest number of
-        its type, or is so large that all others are alike beside it. Vectors differ in
-        their lengths. The message names column and item.
-      ValueError: a column that is named does not exist, or is of another type; `columns`
-        names one of titles that neither `tags` nor `words` names; or an option is given for
-        a file that `ItemFeatures.save` wrote.
+        can be used. Two rows of an item differ; rows that are equal are left out, with a
+        warning. A number is infinite, is the largest number of its type, or is so large that
+        all other numbers are equal in comparison. Vectors differ in their lengths. The
+        message names column and item.
+      ValueError: a column that is named does not exist, or has a type that cannot be used;
+        `columns` names a column of titles that neither `tags` nor `words` names; or an option
+        is given for a file that `ItemFeatures.save` wrote.
     """
     if is_path(source) and is_parquet(source):
         with parquet.parquet_files(source)[0].open() as file:
@@ -197,15 +197,15 @@ def read_item_features(
 def whole_table(
     source: Any, item: str | None, texts: Collection[str]
 ) -> tuple[Path, pa.Table]:
-    """All rows and columns of a source of `read_item_features`, and its name.
+    """Reads all rows and columns of a source of `read_item_features`; returns name and table.
 
     Args:
       source: files or a table.
-      item: the column of items, if it is named.
-      texts: further columns that are text in CSV.
+      item: name of the column of items, or None.
+      texts: names of further columns that are read as text from CSV.
 
     Raises:
-      DataError: it cannot be read, or a name of a column is there twice.
+      DataError: the source cannot be read, or two columns have the same name.
     """
     pieces = find_pieces(source)
     path = pieces[0].path
@@ -239,11 +239,11 @@ class _Vectors(NamedTuple):
 
 
 class _NoContentError(Exception):
-    """A column is no content; the message says why.
+    """A column cannot be used as a feature; the message says why.
 
     Attributes:
-      is_fault: whether it is a mistake to name the column. An empty column may be named, as
-        new items are read with the columns that others had.
+      is_fault: whether naming the column is then an error. An empty column may be named,
+        because new items are read with the columns of earlier items.
     """
 
     def __init__(self, why: str, *, is_fault: bool = False):
@@ -252,7 +252,7 @@ class _NoContentError(Exception):
 
 
 class _Read(NamedTuple):
-    """How columns of a table become content."""
+    """Converts columns of a table to features of items."""
 
     path: Path
     items: np.ndarray
@@ -265,7 +265,7 @@ class _Read(NamedTuple):
     def column(
         self, name: str, column: pa.Array, tags: Collection[str], words: Collection[str]
     ) -> _Tags | _Vectors:
-        """A column as content, as its type and the options say."""
+        """Converts a column by its type and the caller's options."""
         type_ = column.type
         inner = type_.value_type if is_list(type_) else type_
         if pt.is_null(inner):
@@ -285,7 +285,7 @@ class _Read(NamedTuple):
         raise _NoContentError(f"{type_}, which is no content", is_fault=True)
 
     def tags(self, name: str, column: pa.Array, *, asked: bool) -> _Tags:
-        """A cell, or each entry of a list, is a tag."""
+        """Makes a tag of each cell, of its parts, or of the elements of its list."""
         rows = np.arange(len(column))
         text, several = is_text(column.type), is_list(column.type)
         if several:
@@ -362,7 +362,7 @@ class _Read(NamedTuple):
         mean, deviation = float(scaled.mean()), float(scaled.std())
         shape, zeros = (len(self.items), 1), 0 * rows
         if not deviation > 1e-12 * abs(mean):
-            # Known for new items, in the units of others. It says nothing about these.
+            # The value is kept, so that values of new items can be compared with it.
             units = {name: (float(values[0]), 0.0)}
             matrix = scipy.sparse.csr_array(
                 (zeros.astype(np.float32), (rows, zeros)), shape=shape
@@ -439,7 +439,7 @@ class _Read(NamedTuple):
 def _once(
     path: Path, table: pa.Table, items: np.ndarray, columns: list[str]
 ) -> tuple[pa.Table, np.ndarray]:
-    """The rows and their items, without rows that repeat an earlier one.
+    """Removes rows that repeat an earlier row of their item; returns rows and items.
 
     Raises:
       DataError: two rows of an item differ.
@@ -455,7 +455,7 @@ def _once(
         before.to_pylist(), after.to_pylist(), again.tolist(), strict=True
     ):
         for name in columns:
-            if repr(one[name]) != repr(other[name]):  # so that NaN is equal
+            if repr(one[name]) != repr(other[name]):  # `repr`, so that NaN equals NaN
                 raise DataError.at(
                     path,
                     f"item {str(items[at])!r} has several rows, whose {name!r} are "
@@ -477,12 +477,12 @@ def _joined(parts: list[scipy.sparse.csr_array], items: int) -> scipy.sparse.csr
 
 
 def one_array(column: pa.ChunkedArray) -> pa.Array:
-    """A column in one piece, without dictionaries and lists of a fixed size."""
+    """Joins the chunks of a column; decodes dictionaries and lists of a fixed size."""
     found = arrow.one(column)
     if pt.is_dictionary(found.type):
         found = found.cast(found.type.value_type)
     if pt.is_fixed_size_list(found.type):
-        # Its nulls would have entries.
+        # A null in a column of lists of a fixed size has entries, which are dropped here.
         found = found.cast(pa.large_list(found.type.value_type))
     return found
 
@@ -506,7 +506,7 @@ def _item_column(path: Path, table: pa.Table, given: str | None) -> str:
 
 
 def _columns_of_items(known: list[str]) -> list[str]:
-    """The columns that may hold the items, by their names."""
+    """The columns whose names are known for items; "item" has precedence."""
     found = [name for name in known if role_of(name) == "item"]
     return ["item"] if "item" in found else found
 
@@ -514,12 +514,12 @@ def _columns_of_items(known: list[str]) -> list[str]:
 def _table(
     piece: Piece, item: str | None = None, names: Collection[str] = ()
 ) -> pa.Table:
-    """All rows of a file or of a table in memory.
+    """Reads all rows of a file or of a table in memory.
 
     Args:
       piece: the file or the table.
-      item: the column of items, if it is named.
-      names: further columns of names.
+      item: name of the column of items, or None.
+      names: names of further columns that are read as text from CSV.
     """
     path = piece.path
     if piece.table is not None:
@@ -548,10 +548,10 @@ def _table(
 
 
 def _with_folders(piece: Piece, table: pa.Table) -> pa.Table:
-    """A table of a file with the columns that the file has from its folders."""
+    """Adds the columns from the names of a file's folders to the file's table."""
     constants = piece.constants.beside(table.column_names)
     for name in constants.texts:
-        # Plain text, as Arrow does not join dictionaries with nulls.
+        # Arrow cannot concatenate dictionaries and null columns, so cells become plain text.
         cells = constants.column(name, len(table)).cast(pa.string())
         table = table.append_column(name, cells)
     return table
@@ -565,7 +565,7 @@ def _json_lines(path: Path) -> pa.Table:
 
 
 def _json(path: Path) -> pa.Table:
-    """One object with the tags of each item; or a list of objects."""
+    """Reads a JSON object with a list of tags for each item, or a list of objects."""
 
     def with_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -613,7 +613,7 @@ def _csv(path: Path, item: str | None, names: Collection[str]) -> pa.Table:
         if first.count(b";") > first.count(b",")
         else ","
     )
-    # Names are text, as in events: Arrow would make the number 7 of "007".
+    # Names are read as text, as in events: otherwise Arrow would read "007" as the number 7.
     if item is None:
         header = io.StringIO(start.decode("utf-8-sig"), newline="")
         items = _columns_of_items(next(csv.reader(header, delimiter=delimiter)))
@@ -628,7 +628,7 @@ def _csv(path: Path, item: str | None, names: Collection[str]) -> pa.Table:
                 ),
                 convert_options=pyarrow.csv.ConvertOptions(
                     column_types=dict.fromkeys([*items, *names], pa.string()),
-                    # A text may be "NA"; a number that is "NA" is missing here, too.
+                    # In a column of text "NA" is a text; in numbers it is a missing value.
                     strings_can_be_null=False,
                 ),
             )

@@ -1,4 +1,4 @@
-"""From the columns of a block of clicks to labels, numbers and ids."""
+"""Converts the columns of a block of clicks to labels, numbers and ids."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ from sparsejax.data.sets.click_schema import (
 )
 
 _LARGEST = str(2**64 - 1)
-# Counts that wait until they are added up.
+# Number of names after which waiting counts are added up.
 _FOLD = 2**20
-# Signs between the items of a list in other software; and how many cells are looked at.
+# Signs that other software puts between the items of a list, and the number of checked cells.
 _SEPARATORS, _LOOKED_AT = "|;, ", 1000
 
 
 class Numbered(NamedTuple):
-    """The ids of a block of a column.
+    """The ids of a column in one block.
 
     Attributes:
-      ids: `[entries]`.
+      ids: `[entries]` ids.
       lengths: `[examples]` number of entries of each example; None if each has one.
     """
 
@@ -68,11 +68,11 @@ class Numbered(NamedTuple):
 
 
 class Categories(NamedTuple):
-    """A column of categories.
+    """The categories of a column in one block, as text.
 
     Attributes:
-      texts: `[entries]` in a dictionary, which may have a text twice. Empty if missing;
-        text is as it is written.
+      texts: `[entries]` texts in a dictionary, in which a text may occur twice. They have the
+        spelling of the file; a missing value is "".
       lengths: `[examples]` number of entries of each example; None if each has one.
     """
 
@@ -81,13 +81,13 @@ class Categories(NamedTuple):
 
 
 def labels_of(block: Cells, schema: ClickSchema) -> np.ndarray:
-    """`[examples]` float32, or `[examples, labels]` with NaN for a missing one.
+    """The labels of a block: `[examples]` float32, or `[examples, labels]` for several.
 
-    A missing label is 0 where the one that it comes after is 0.
+    A missing label is NaN, or 0 if the label in its `after` is 0.
 
     Raises:
-      DataError: a label is a number that its column cannot have, or the only one is missing.
-        A label is 1 without the one that it comes after.
+      DataError: a label has a value that its loss does not allow, or the only label is
+        missing, or a label is 1 although the label in its `after` is 0.
     """
     if not schema.several:
         return _label(block, schema.label, 1.0, is_binary=True, optional=False)
@@ -111,7 +111,7 @@ def labels_of(block: Cells, schema: ClickSchema) -> np.ndarray:
 def _label(
     block: Cells, name: str, most: float | None, *, is_binary: bool, optional: bool
 ) -> np.ndarray:
-    """A label from 0 to `most`, or any number; NaN where it is missing and may be."""
+    """Reads a label from 0 to `most`, or any number if None; NaN if missing and `optional`."""
     found, missing = _numbers(block, name)
     wrong = missing & (not optional)
     if most is not None:
@@ -125,7 +125,7 @@ def _label(
 
 
 def weights_of(block: Cells, schema: ClickSchema) -> np.ndarray | None:
-    """`[examples]` float32, or `[examples, labels]` if labels have weights of their own.
+    """The weights of a block: `[examples]` float32, or `[examples, labels]` for label weights.
 
     Raises:
       DataError: a weight is missing, negative or not finite.
@@ -153,10 +153,10 @@ def _weight(block: Cells, name: str) -> np.ndarray:
 
 
 def propensities_of(block: Cells, schema: ClickSchema) -> np.ndarray | None:
-    """`[examples]` float32, above 0 and at most 1; None if the schema names none.
+    """The propensities of a block: `[examples]` float32; None if the schema has no such column.
 
     Raises:
-      DataError: one is missing, or outside of this range.
+      DataError: a propensity is missing, or not above 0 and at most 1.
     """
     if schema.propensity is None:
         return None
@@ -170,7 +170,7 @@ def propensities_of(block: Cells, schema: ClickSchema) -> np.ndarray | None:
 
 
 def with_fixed(block: Cells, schema: ClickSchema) -> Cells:
-    """The cells with the fixed values of columns that only training reads."""
+    """Sets the columns that only training reads to their fixed values."""
     rows = len(next(iter(block.columns.values())))
     fixed = {name: pa.repeat(pa.scalar(x), rows) for name, x in schema.fixed.items()}
     return block._replace(columns={**block.columns, **fixed})
@@ -179,10 +179,12 @@ def with_fixed(block: Cells, schema: ClickSchema) -> Cells:
 def dense_of(
     block: Cells, columns: Mapping[str, DenseColumn], labels: Collection[str] = ()
 ) -> np.ndarray:
-    """`[examples, columns]` float32; NaN where a number is missing in a column among `labels`.
+    """The columns of numbers, `[examples, columns]` float32.
+
+    In a column among `labels` a missing number becomes NaN.
 
     Raises:
-      DataError: a value is not a finite number, or is missing and must not be.
+      DataError: a value is not a finite number, or is missing in a column without `missing`.
     """
     parts = []
     for name, column in columns.items():
@@ -202,11 +204,11 @@ def dense_of(
 
 
 def times_of(block: Cells, name: str, kind: str | None) -> tuple[np.ndarray, str]:
-    """The times of the examples, and the name of their kind, from `parse_times`.
+    """The times of a block's examples, and the name of their kind; see `parse_times`.
 
     Args:
-      block: the cells.
-      name: name of the column.
+      block: cells of the examples.
+      name: name of the column of times.
       kind: kind of the times in earlier blocks, or None.
 
     Raises:
@@ -224,9 +226,9 @@ def times_of(block: Cells, name: str, kind: str | None) -> tuple[np.ndarray, str
 
 
 def _numbers(block: Cells, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """`[examples]` float64, 0 where missing, and bool: whether a value is missing.
+    """A column as `[examples]` float64, and bool: whether a value is missing.
 
-    NaN is missing, as a null and an empty text are.
+    Null, NaN and an empty text are missing values, which become 0.
     """
     column = plain_text(block.columns[name])
     type_ = column.type
@@ -264,10 +266,10 @@ def _numbers(block: Cells, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def categories_of(block: Cells, name: str) -> Categories:
-    """The categories of a column of text, integers, or lists of these.
+    """Reads the categories of a column of text, integers, booleans, or lists of these.
 
     Raises:
-      DataError: it holds something else.
+      DataError: the column has another type, or a float that is no integer.
     """
     column, sizes = block.columns[name], None
     if is_list(column.type):
@@ -289,7 +291,7 @@ def categories_of(block: Cells, name: str) -> Categories:
             row = int(np.searchsorted(np.cumsum(sizes), entry, side="right"))
         raise block.error(row, f"column {name!r} {problem}")
     texts = encoded_names(found, block.path)
-    # A dictionary of the file may have a null itself.
+    # The dictionary of a file may contain a null.
     known = texts.dictionary.fill_null("")
     if present.all():
         return Categories(pa.DictionaryArray.from_arrays(texts.indices, known), sizes)
@@ -304,15 +306,15 @@ def warn_of_lists(
     schema: HasColumns,
     vocabularies: Mapping[str, Names] | None,
 ) -> None:
-    """Warns of text that seems to be a list, such as "tea|rye", though it is one category.
+    """Warns about text that seems to be a list, such as "tea|rye", but is read as one category.
 
-    Only a column that is like another one tells: the parts of its new categories are
-    categories of the other one.
+    This is checked only for a column that is like another one: the parts of its new
+    categories must be categories of the other column.
 
     Args:
-      found: the columns of a block.
+      found: columns of a block, by name.
       schema: types of the columns.
-      vocabularies: categories that are known already; None if there are none.
+      vocabularies: known categories, or None.
     """
     for name, owner in vocabulary_columns(schema).items():
         if name == owner or found[name].lengths is not None:
@@ -341,7 +343,7 @@ def warn_of_lists(
 
 
 def _with_nulls(column: pa.Array) -> pa.Array:
-    """The column with nulls in place of NaN; a dictionary of numbers is decoded."""
+    """Replaces NaN by null; a dictionary of numbers is decoded."""
     type_ = column.type
     if pt.is_dictionary(type_) and not spelling.is_text(type_.value_type):
         return _with_nulls(column.dictionary_decode())
@@ -353,18 +355,18 @@ def _with_nulls(column: pa.Array) -> pa.Array:
 
 
 def _spelled(texts: pa.DictionaryArray) -> pa.DictionaryArray:
-    """The categories in their one spelling."""
+    """Spells the categories by the rules of `spelling.as_categories`."""
     known = spelling.as_categories(texts.dictionary)
     return pa.DictionaryArray.from_arrays(texts.indices, known)
 
 
 class Numbering:
-    """Gives categories their ids: by a hash, or by a vocabulary that is known.
+    """Converts categories to ids, by a hash or by a known vocabulary.
 
     Args:
       column: type of the column.
-      vocabulary: the categories that are known.
-      few: whether few categories are numbered at a time, and often: an index is kept then.
+      vocabulary: known categories, or None.
+      few: whether calls are frequent and have few categories each; then an index is kept.
     """
 
     def __init__(
@@ -378,7 +380,7 @@ class Numbering:
             self._places = Places(NameTable.of(as_names(self._known)).index)
 
     def ids(self, categories: Categories) -> np.ndarray:
-        """`[entries]` int32, or uint64 of a `KeyColumn`.
+        """The ids, `[entries]` int32, or uint64 for a `KeyColumn`.
 
         Raises:
           ValueError: a `KeyColumn` has lists.
@@ -408,7 +410,7 @@ class Numbering:
 
 
 def _keys(texts: pa.Array) -> np.ndarray:
-    """`[texts]` uint64, see `KeyColumn`."""
+    """The ids of a `KeyColumn` for texts, `[texts]` uint64."""
     found, sizes = xxh64(texts), lengths(texts)
     pattern = pc.MatchSubstringOptions(r"\A(0|[1-9][0-9]{0,19})\z")
     is_number = pc.call_function("match_substring_regex", [texts], pattern)
@@ -421,16 +423,16 @@ def _keys(texts: pa.Array) -> np.ndarray:
 
 
 def find_categories(names: Names, known: Names) -> np.ndarray:
-    """`[names]` places among known categories; -1 for new ones."""
+    """`[names]` positions of categories among known ones; -1 for new ones."""
     texts, others = (spelling.as_categories(to_arrow(some)) for some in (names, known))
     return find_texts(texts, others)
 
 
 class Learner:
-    """Numbers categories while they are read, and ranks new ones at the end.
+    """Collects categories block by block, and ranks and numbers new ones at the end.
 
     Args:
-      known: a vocabulary whose categories keep their ids; new ones follow.
+      known: vocabulary whose categories keep their ids; new ones follow.
     """
 
     def __init__(self, known: Names | None = None) -> None:
@@ -440,17 +442,17 @@ class Learner:
         self._sizes: list[int] = []
 
     def add(self, column: str, texts: pa.DictionaryArray) -> None:
-        """Takes the categories of a column's next block."""
+        """Adds the categories of a column's next block."""
         self._encoder.add(_spelled(texts))
         self._columns.append(column)
         self._sizes.append(len(texts))
 
     def finish(self, min_count: int) -> tuple[Names, dict[str, list[np.ndarray]]]:
-        """The vocabulary, and for each column `[entries]` int32 ids of its blocks."""
+        """The vocabulary, and for each column the `[entries]` int32 ids of its blocks."""
         names, codes = self._encoder.finish()
         place = find_categories(names, self._known)
         counts = np.bincount(codes, minlength=len(names))
-        counts[place >= 0] = -1  # not new
+        counts[place >= 0] = -1  # known categories are not ranked
         order = ranked(names, counts, min_count)
         ids = np.where(place < 0, RARE, FIRST_KNOWN + place).astype(np.int32)
         ids[names == ""] = MISSING
@@ -464,28 +466,28 @@ class Learner:
 
 
 class Counter:
-    """Counts categories block by block, and keeps only distinct ones."""
+    """Counts categories block by block, and keeps only distinct ones in memory."""
 
     def __init__(self) -> None:
         self._waiting: list[pa.Table] = []
         self._size = self._known = 0
 
     def add(self, texts: pa.DictionaryArray) -> None:
-        """Takes the categories of the next block."""
+        """Counts the categories of the next block."""
         texts = _spelled(texts)
         names = texts.dictionary
         counts = np.bincount(texts.indices.to_numpy(), minlength=len(names))
         self.add_counts(names, pa.array(counts))
 
     def add_counts(self, names: pa.Array, counts: pa.Array) -> None:
-        """Takes names of one type, and how often each occurs."""
+        """Adds counts of names, which all have one type."""
         self._waiting.append(pa.table([names, counts], ["name", "count"]))
         self._size += len(names)
         if self._size > max(_FOLD, 2 * self._known):
             self._fold()
 
     def counts(self) -> tuple[Names, np.ndarray]:
-        """The distinct names, and how often each occurs."""
+        """The distinct names, and the count of each."""
         if not self._waiting:
             return as_names([]), np.empty(0, np.int64)
         self._fold()
@@ -493,7 +495,7 @@ class Counter:
         return as_names(names.cast(pa.large_string())), counts.to_numpy()
 
     def finish(self, min_count: int) -> Names:
-        """The vocabulary."""
+        """The vocabulary: names with at least `min_count` occurrences, most frequent first."""
         names, counts = self.counts()
         return names[ranked(names, counts, min_count)]
 
@@ -505,14 +507,14 @@ class Counter:
 
 
 class ColumnReader:
-    """Makes numbers and ids from cells, block by block.
+    """Converts cells to numbers and ids, block by block.
 
     Args:
       schema: types of the columns.
-      known: the categories of each vocabulary, which keep their ids; None learns them.
-      append: learn the categories that `known` lacks. Otherwise they are unknown.
-      most: the largest number of categories in a list; None for any.
-      few: the option of `Numbering`.
+      known: categories of each vocabulary, which keep their ids; None learns all categories.
+      append: learn categories that `known` lacks. Otherwise they count as unknown.
+      most: largest number of categories in a list; None for any.
+      few: whether blocks are small and frequent; see `Numbering`.
     """
 
     def __init__(
@@ -542,10 +544,10 @@ class ColumnReader:
     def categories(
         self, cells: Cells, names: Iterable[str] | None = None
     ) -> dict[str, Categories]:
-        """The columns of categories, or some of them.
+        """Reads the categories of all columns of categories, or of some of them, by name.
 
         Raises:
-          DataError: a column holds something else, or a list has too many categories.
+          DataError: a column has a wrong type, or a list has too many categories.
         """
         names = self._schema.ids if names is None else names
         found = {name: categories_of(cells, name) for name in names}
@@ -561,7 +563,7 @@ class ColumnReader:
         return found
 
     def numbered(self, found: Mapping[str, Categories]) -> dict[str, Numbered]:
-        """The ids of columns whose categories are not learned."""
+        """The ids of those columns whose categories are not being learned."""
         return {
             name: Numbered(self._numbering[name].ids(each), each.lengths)
             for name, each in found.items()
@@ -569,12 +571,12 @@ class ColumnReader:
         }
 
     def check(self, cells: Cells) -> None:
-        """Raises DataError for cells that cannot be read."""
+        """Raises DataError if a cell cannot be read."""
         dense_of(cells, self._schema.dense)
         self.categories(cells)
 
     def take(self, cells: Cells) -> None:
-        """Takes the next block.
+        """Reads the next block and keeps its numbers and ids.
 
         Raises:
           DataError: a cell cannot be read.
@@ -594,10 +596,10 @@ class ColumnReader:
     def finish(
         self, path: Path, what: str
     ) -> tuple[dict[str, Names], np.ndarray, dict[str, list[Numbered]]]:
-        """The vocabularies, `[examples, columns]` numbers, and the ids of all blocks.
+        """The vocabularies, `[examples, columns]` numbers, and the ids of all blocks by column.
 
         Raises:
-          DataError: there was no block: the message is that there is no `what`.
+          DataError: no block was read; `what` is the message.
         """
         if not self._dense:
             raise DataError.at(path, what)
@@ -614,14 +616,14 @@ class ColumnReader:
 
 
 class CategoryCounter:
-    """Counts the categories of the columns of a schema, block by block.
+    """Counts the categories in the columns of a schema, block by block.
 
     Args:
       schema: types of the columns.
-      known: the categories of each vocabulary, if they are not to be counted.
+      known: categories of each vocabulary, which are then not counted; or None.
 
     Attributes:
-      lists: for each column with lists, the largest number of categories in a list.
+      lists: largest number of categories in a list, for each column with lists.
     """
 
     def __init__(
@@ -633,7 +635,7 @@ class CategoryCounter:
         self.lists: dict[str, int] = {}
 
     def add(self, found: Mapping[str, Categories]) -> None:
-        """Takes the next block of columns, of all that have a vocabulary."""
+        """Counts the categories of the next block, which must have all columns of categories."""
         if not self._has_begun:
             warn_of_lists(found, self._schema, self._known)
         self._has_begun = True
@@ -646,15 +648,15 @@ class CategoryCounter:
                 self._counters[owner][0].add(texts)
 
     def finish(self) -> dict[str, Names]:
-        """The vocabularies."""
+        """The vocabularies, by column."""
         counted = self._counters.items()
         found = {name: counter.finish(least) for name, (counter, least) in counted}
         return dict(self._known or {}) | found
 
 
 def ranked(names: Names, counts: np.ndarray, min_count: int) -> np.ndarray:
-    """Positions of the names that have an id of their own, the most frequent one first."""
+    """Positions of the names that get an id of their own, the most frequent one first."""
     kept = np.flatnonzero((counts >= min_count) & (names != ""))
-    by_name = np.argsort(names[kept], kind="stable")  # by code points, as bytes are
+    by_name = np.argsort(names[kept], kind="stable")  # code points order as bytes do
     kept = kept[by_name]
     return kept[np.argsort(-counts[kept], kind="stable")]

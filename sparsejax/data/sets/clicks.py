@@ -1,4 +1,4 @@
-"""Examples of clicks in memory: labels, numbers and ids; read, saved and split."""
+"""Data sets of clicks in memory: labels, numbers and ids, which can be read, saved and split."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from sparsejax.data.sets.split import Time, cut_of, heldout_positions, parts_at
 from sparsejax.data.sets.splits import Split, check_held
 from sparsejax.sparse import CSR, MAX_ENTRIES, host_rows
 
-ClickSplit = Split  # its older name
+ClickSplit = Split  # an older name of this class
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,25 +68,24 @@ class ClickDataset:
     (array([2, 3], dtype=int32), {'user': 4})
 
     Attributes:
-      labels: `[n]` float32, 1 for a click, else 0. Of several labels `[n, labels]`, where NaN
-        is a missing one.
+      labels: `[n]` float32, 1 for a click, else 0. With several labels `[n, labels]`, NaN for
+        a missing one.
       dense: `[n, d]` float32, in the order of `schema.dense`.
-      ids: for each feature `[n]` int32, of a `KeyColumn` uint64, or of a column of lists a CSR with NumPy leaves,
-        whose row `i` has the ids of example `i`. They keep the order of the lists, and
-        repetitions.
+      ids: ids by the name of the feature: `[n]` int32, or uint64 for a `KeyColumn`. For a
+        column of lists it is a CSR with NumPy leaves whose row `i` has the ids of example
+        `i`, in the order of the list and with repetitions.
       schema: types of the columns.
-      vocabularies: for each `VocabularyColumn` its categories: `[k]` text, the first of
-        which has the id 2. A column that is like another one has the other's
-        categories.
+      vocabularies: categories of each `VocabularyColumn`, by name: `[k]` text, the first of
+        which has the id 2. A column that is like another one shares the other's categories.
       times: `[n]` int64, float64 or datetime64 in microseconds, if the schema names their
         column; else None.
-      weights: `[n]` float32, the weights of the examples, if the schema names their column;
-        else None. Also `[n, labels]`, if labels have columns of weights.
-      propensities: `[n]` float32, the probabilities that the examples were looked at, if the
+      weights: `[n]` float32 weights of the examples, or `[n, labels]` if labels have columns
+        of weights; None if the schema names no column of weights.
+      propensities: `[n]` float32 probabilities that the examples were looked at, if the
         schema names their column; else None.
 
     Raises:
-      ValueError: shapes, features, labels or ids do not fit together.
+      ValueError: shapes, features, labels or ids do not match each other or the schema.
     """
 
     kind: ClassVar[str] = "clicks"
@@ -141,7 +140,7 @@ class ClickDataset:
                 raise ValueError(f"ids[{name!r}] has an id outside [0, {size:,})")
 
     def _check_labels(self) -> None:
-        """Raises ValueError unless labels fit their columns."""
+        """Raises ValueError unless labels have values that their columns allow."""
         if not self.schema.several:
             if self.labels.ndim != 1 or not np.isin(self.labels, (0, 1)).all():
                 raise ValueError("labels must be 0 or 1")
@@ -169,7 +168,7 @@ class ClickDataset:
                     )
 
     def of_label(self, name: str) -> ClickDataset:
-        """The examples that have one of several labels, with this label alone.
+        """Selects one of several labels, and the examples in which it is not missing.
 
         >>> schema = ClickSchema(labels=["click", "buy"], ids={"ad": HashedColumn(9)})
         >>> clicks = read_clicks({"click": [1, 0], "buy": [0, None], "ad": ["a", "b"]}, schema)
@@ -177,7 +176,7 @@ class ClickDataset:
         ClickDataset(1 examples, 0.0 % clicks, 0 dense, 1 features)
 
         Raises:
-          ValueError: there is no such label.
+          ValueError: the data set has no label of this name.
         """
         if name not in self.schema.several:
             raise ValueError(
@@ -202,7 +201,7 @@ class ClickDataset:
 
     @property
     def trained_labels(self) -> np.ndarray:
-        """The labels that training reads: those with 0 and 1 divided by propensities."""
+        """The labels for training: labels with 0 and 1 are divided by the propensities."""
         if self.propensities is None:
             return self.labels
         seen = np.maximum(self.propensities, self.schema.least_propensity or 0)
@@ -213,7 +212,7 @@ class ClickDataset:
         return np.where(is_binary, self.labels / seen[:, None], self.labels)
 
     def as_served(self) -> ClickDataset:
-        """The examples with the fixed values of columns that only training reads.
+        """Sets the columns that only training reads to their fixed values, as when serving.
 
         >>> ids = {"ad": HashedColumn(9), "place": VocabularyColumn(fixed="1")}
         >>> clicks = read_clicks(
@@ -263,28 +262,28 @@ class ClickDataset:
 
     @property
     def num_examples(self) -> int:
-        """Number of rows that a model can learn from: all."""
+        """Number of rows that a model can learn from, which are all rows."""
         return self.num_rows
 
     @property
     def num_used_ids(self) -> int:
-        """How many ids the examples have, of all features together."""
+        """Number of different ids in the examples, summed over all features."""
         entries = (e.indices if isinstance(e, CSR) else e for e in self.ids.values())
         return sum(len(np.unique(each)) for each in entries)
 
     @property
     def num_ids(self) -> dict[str, int]:
-        """The number of ids of each feature, and so of the rows of its table."""
+        """The number of ids of each feature, which is the number of rows of its table."""
         return num_ids(self.schema, self.vocabularies)
 
     @property
     def features(self) -> dict[str, int | str]:
-        """The features of a model, see `build_click_model`: the number of ids of each, or the
-        name of the feature that it is like, whose table it reads."""
+        """The features for `build_click_model`: for each the number of its ids, or the name of
+        the feature that it is like, whose table it shares."""
         return features_of(self.schema, self.vocabularies)
 
     def rows(self, chosen: np.ndarray | slice) -> ClickDataset:
-        """These examples, in this order.
+        """Selects examples, in the given order.
 
         Args:
           chosen: `[m]` positions, or a slice.
@@ -304,8 +303,8 @@ class ClickDataset:
         """Splits the examples at random into `(train, heldout)`.
 
         `(1 - fraction) num_rows` examples are held out, rounded half up, but one stays in
-        train. Both parts keep the order. Which ones are held out depends on the seed and
-        on the positions alone.
+        train. Both parts keep the order. Which examples are held out depends on the seed and
+        on their positions only.
 
         Args:
           fraction: share of the examples to train on, in (0, 1).
@@ -321,7 +320,7 @@ class ClickDataset:
     def split_at(
         self, time: Time | None = None, *, fraction: float | None = None
     ) -> Split[ClickDataset]:
-        """Holds out all examples from a point in time on: `(train, heldout)`.
+        """Holds out all examples at or after a point in time: `(train, heldout)`.
 
         >>> rows = [{"click": i % 2, "ad": ad, "day": i} for i, ad in enumerate("aabc")]
         >>> schema = ClickSchema("click", ids={"ad": VocabularyColumn()}, time="day")
@@ -329,13 +328,14 @@ class ClickDataset:
         >>> train.vocabularies["ad"].tolist(), heldout.ids["ad"].tolist()
         (['a'], [1, 1])
 
-        Both parts are as if they had been read apart, the second with the vocabulary of the
-        first: a category that only later examples have is unknown, as it is when a model
-        serves. Ids may differ from this data set's.
+        The parts equal data sets that were read separately, the second with the vocabulary
+        of the first: a category that only later examples have is unknown, as in a model that
+        serves. Ids may differ from those of this data set.
 
         Args:
-          time: first time that is held out, of the type of `times`.
-          fraction: share of the examples that comes before the split, in place of
+          time: time of the split, of the type of `times`; examples at or after it are held
+            out.
+          fraction: share of the examples before the split, in place of
             `time`.
 
         Raises:
@@ -366,12 +366,12 @@ class ClickDataset:
         return Split(*parts)
 
     def _columns_of(self, vocabulary: str) -> list[str]:
-        """The columns whose ids belong to the vocabulary of this column."""
+        """The columns whose ids belong to a vocabulary, which is named by its column."""
         columns = vocabulary_columns(self.schema)
         return [name for name, owner in columns.items() if owner == vocabulary]
 
     def _renamed(self, name: str, to: np.ndarray, names: Names) -> ClickDataset:
-        """The same with the new ids `to` of a vocabulary's ids, and their names."""
+        """Replaces the vocabulary of a column by `names`, and each of its ids `i` by `to[i]`."""
         ids = dict(self.ids)
         for each in self._columns_of(name):
             found = self.ids[each]
@@ -387,7 +387,7 @@ class ClickDataset:
     def append_features(
         self, features: ClickDataset | Mapping[str, Names]
     ) -> ClickDataset:
-        """The same examples by other vocabularies, followed by the categories of its own that are new.
+        """Changes the vocabularies to the given ones, followed by the new categories here.
 
         >>> ids = {"user": VocabularyColumn()}
         >>> monday = read_clicks([{"click": 1, "user": "ann"}], ClickSchema("click", {}, ids))
@@ -396,15 +396,15 @@ class ClickDataset:
         >>> longer.vocabularies["user"].tolist(), longer.ids["user"].tolist()
         (['ann', 'eve'], [3])
 
-        So ids of a model that was trained on the given data keep their numbers: see
+        So the ids of a model that was trained on the given data keep their numbers; see
         `sparsejax.embeddings.add_ids`. A category that was rare in this data set has lost its
         name, and stays rare; `read_clicks(..., features=monday, append=True)` still finds it.
 
         Args:
-          features: a data set of the same columns, or the categories of each column.
+          features: a data set with equal columns, or the categories of each column by name.
 
         Raises:
-          ValueError: a vocabulary is missing, or the columns are others.
+          ValueError: a vocabulary is missing, or the columns differ.
         """
         if isinstance(features, ClickDataset):
             check_same_schema(features.schema, self.schema, "this data set")
@@ -423,14 +423,14 @@ class ClickDataset:
         """Writes the data set as one Parquet file, whole or not at all.
 
         Raises:
-          OSError: the file cannot be written; nothing is left behind.
+          OSError: the file cannot be written; no partial file remains.
         """
         parts = {name: getattr(self, name) for name in click_storage.ClickParts._fields}
         click_storage.write_clicks(path, click_storage.ClickParts(**parts))
 
     @classmethod
     def load(cls, path: Path) -> ClickDataset:
-        """Reads the file that `save` wrote, exactly.
+        """Reads a file that `save` wrote; the result equals the saved data set.
 
         Raises:
           DataError: the file is missing, is not a saved data set of clicks, or is damaged.
@@ -459,28 +459,29 @@ def read_clicks(
     (289, 0)
 
     Files are TSV, CSV, JSON Lines or Parquet. Columns hold numbers, text, or lists of
-    categories. Text files are UTF-8, also compressed as for `read`, and have a header unless `schema.columns` names the columns.
-    They may be quoted as in RFC 4180, unless a TAB separates columns. Spaces belong to
-    categories. An empty cell, a null and NaN are missing values.
+    categories. Text files are UTF-8, may be compressed as for `read`, and have a header
+    unless `schema.columns` names the columns. Fields may be quoted as in RFC 4180, unless a
+    TAB separates columns. Spaces belong to categories. An empty cell, a null and NaN are
+    missing values.
 
     Args:
-      path: a file, a list of files that follow each other, a folder, an address of Parquet
-        files, or a table in memory, see `read`; or a dict of columns, or a list of dicts, one
-        an example.
+      path: a file, a list of files that are read in this order, a folder, an address of
+        Parquet files, or a table in memory, see `read`; or a dict of columns, or a list with
+        a dict for each example.
       schema: types of the columns.
-      features: the data set that was trained on, whose categories have their ids here
-        too; unknown ones have the id of rare ones. By default categories are numbered by
-        this file. Hashed columns need none.
-      append: number categories that it lacks behind its own, instead: for a model
-        that learns them, see `sparsejax.embeddings.add_ids`.
-      skip_bad_lines: leave out lines that cannot be read, see `sparsejax.read`.
+      features: the training data, or its categories: categories get the ids that they have
+        there, and unknown ones the id of rare ones. By default categories are numbered from
+        these files. Hashed columns do not need it.
+      append: give unknown categories new ids after those of `features`, for a model that
+        learns them; see `sparsejax.embeddings.add_ids`.
+      skip_bad_lines: leave out lines that cannot be read; see `sparsejax.read`.
 
     Raises:
       DataError: a file cannot be read, lacks a column, or has a line that is cut, a label
         other than 0 and 1, or a number that is infinite; the message has file and line.
-      TypeError: `features` is other data than clicks.
-      ValueError: `features` lacks a column, there is none to append to, or there are
-        more than 2^31 - 1 ids in a column of lists.
+      TypeError: `features` is a data set of another kind.
+      ValueError: `features` lacks a column, `append` is given without `features`, or there
+        are more than 2^31 - 1 ids in a column of lists.
     """
     if append and features is None:
         raise ValueError("append=True needs features=..., to which it appends")
@@ -489,11 +490,11 @@ def read_clicks(
 
 
 def without_bad_lines(path: Path, schema: ClickSchema) -> WithoutLines:
-    """A file of labelled examples, as a path, without lines that cannot be read.
+    """Finds lines of labelled examples that cannot be read; returns the file without them.
 
     Raises:
-      DataError: too many lines are bad, see `sparsejax.read`.
-      ValueError: it is no file of lines.
+      DataError: too many lines are bad; see `sparsejax.read`.
+      ValueError: the path is not a file of lines.
     """
     check = functools.partial(_check, schema=schema, labelled=True)
     return without_bad_clicks(Piece(path), schema, schema.used, check)
@@ -502,7 +503,7 @@ def without_bad_lines(path: Path, schema: ClickSchema) -> WithoutLines:
 def _check(
     block: Cells, schema: ClickSchema, labelled: bool, served: bool = False
 ) -> None:
-    """Raises DataError for examples that cannot be read."""
+    """Raises DataError if an example in a block cannot be read."""
     if served:
         block = with_fixed(block, schema)
     ColumnReader(schema, {}).check(block)
@@ -521,7 +522,7 @@ def read_unlabelled(
     *,
     skip_bad_lines: bool = False,
 ) -> ClickDataset:
-    """`read_clicks` of files that need no labels: the labels of the data set are 0, or missing."""
+    """Calls `read_clicks` for files that need no labels: labels become 0, or NaN if several."""
     known = known_vocabularies(schema, vocabulary)
     options = {"labelled": False, "served": True, "skip_bad_lines": skip_bad_lines}
     return _read(path, schema, known, **options)
@@ -534,7 +535,7 @@ def read_served(
     *,
     skip_bad_lines: bool = False,
 ) -> ClickDataset:
-    """`read_clicks` of examples to measure on, which have the fixed values of columns."""
+    """Calls `read_clicks` for examples to evaluate on: some columns get their fixed values."""
     known = known_vocabularies(schema, vocabulary)
     return _read(path, schema, known, served=True, skip_bad_lines=skip_bad_lines)
 
@@ -588,7 +589,7 @@ def _read(
 
 
 def _none(block: Cells, schema: ClickSchema) -> np.ndarray:
-    """Labels of examples without labels: 0, or NaN with several labels."""
+    """The labels of unlabelled examples: 0, or NaN with several labels."""
     rows = len(next(iter(block.columns.values())))
     if not schema.several:
         return np.zeros(rows, np.float32)
@@ -596,7 +597,7 @@ def _none(block: Cells, schema: ClickSchema) -> np.ndarray:
 
 
 def check_same_schema(train: ClickSchema, other: ClickSchema, what: str) -> None:
-    """Raises ValueError if the columns of two schemas mean something else.
+    """Raises ValueError if the input columns of two schemas differ.
 
     Args:
       train: schema of the training data.
@@ -616,11 +617,11 @@ def check_same_schema(train: ClickSchema, other: ClickSchema, what: str) -> None
 def known_vocabularies(
     schema: ClickSchema, vocabulary: ClickDataset | Mapping[str, Names] | None
 ) -> dict[str, Names] | None:
-    """The vocabularies of a schema, or None if they are to be learned.
+    """The given vocabularies of a schema, by column; None if they are to be learned.
 
     Raises:
-      TypeError: it is other data than clicks.
-      ValueError: one is missing.
+      TypeError: `vocabulary` is a data set of another kind.
+      ValueError: the vocabulary of a column is missing.
     """
     wanted = list(vocabularies_of(schema))
     if not wanted:
@@ -643,13 +644,13 @@ def known_vocabularies(
 
 
 def join_ids(path: Paths, name: str, parts: list[Numbered], size: int) -> Ids:
-    """The ids of all blocks.
+    """Joins the ids of a column over all blocks.
 
     Args:
-      path: the files, for messages.
-      name: the column.
-      parts: the ids of each block.
-      size: number of ids that there are.
+      path: name of the files in messages.
+      name: name of the column.
+      parts: ids of each block.
+      size: number of different ids.
     """
     flat = np.concatenate([part.ids for part in parts])
     known = [part.lengths for part in parts if part.lengths is not None]
@@ -668,7 +669,7 @@ def join_ids(path: Paths, name: str, parts: list[Numbered], size: int) -> Ids:
 
 
 def _flat(ids: Ids) -> np.ndarray:
-    """`[entries]` all ids of a feature."""
+    """The ids of a feature in all examples, as one array."""
     return np.asarray(ids.indices) if isinstance(ids, CSR) else ids
 
 

@@ -1,4 +1,4 @@
-"""Histories: the events of each row in the order of time, repeats kept."""
+"""Data sets of histories: the events of each row in the order of time, with repeats."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from sparsejax.sparse import CSR, as_int32
 
 
 class Histories(NamedTuple):
-    """Some histories, one after the other, without names.
+    """Histories without names, concatenated.
 
     >>> Histories(np.array([0, 3, 3]), np.array([5, 2, 5])).padded(2).tolist()
     [[2, 5], [-1, -1]]
 
     Attributes:
-      indptr: `[rows + 1]` int32: row r has the entries `indptr[r] .. indptr[r + 1] - 1`.
-      indices: `[entries]` int32, the feature of each entry, the oldest of a row first.
-      times: `[entries]`, or None.
-      events: the columns of the events, or None.
+      indptr: `[rows + 1]` int32 offsets: row r has the entries `indptr[r] .. indptr[r + 1] - 1`.
+      indices: `[entries]` int32 feature of each entry, the oldest of a row first.
+      times: `[entries]` times, or None.
+      events: columns of the events, or None.
     """
 
     indptr: np.ndarray
@@ -50,10 +50,10 @@ class Histories(NamedTuple):
     events: Events | None = None
 
     def padded(self, length: int) -> np.ndarray:
-        """`[rows, length]` int32: the last `length` entries of each row, then -1.
+        """`[rows, length]` int32: the last `length` entries of each row, padded with -1.
 
-        The oldest of them comes first, so that with causal attention nothing attends to
-        the padding.
+        The oldest entry comes first and the padding last, so that with causal attention no
+        entry attends to the padding.
 
         Raises:
           ValueError: `length` is not positive.
@@ -64,9 +64,9 @@ class Histories(NamedTuple):
         return rows
 
     def padded_times(self, length: int) -> np.ndarray:
-        """`[rows, length]` float32: the times of `padded`, since the last entry of its row.
+        """`[rows, length]` float32: times of `padded`, relative to the row's last entry.
 
-        They are 0 or less; of dates in seconds. Where there is no entry they are 0.
+        They are 0 or less, and in seconds if times are dates. The padding is 0.
 
         >>> times = np.array([3, 5, 4])
         >>> Histories(np.array([0, 2, 3]), np.array([5, 2, 5]), times).padded_times(2).tolist()
@@ -89,9 +89,9 @@ class Histories(NamedTuple):
     def padded_column(
         self, column: np.ndarray, length: int, *, fill: float = 0
     ) -> np.ndarray:
-        """`[rows, length, ...]`: a column of the entries at the places of `padded`.
+        """`[rows, length, ...]`: a column of the entries, arranged as by `padded`.
 
-        See `SequenceDataset.padded_column`.
+        `SequenceDataset.padded_column` describes the arguments.
         """
         is_entry, entries = self._last(length)
         found = np.full((*is_entry.shape, *column.shape[1:]), fill, column.dtype)
@@ -99,7 +99,7 @@ class Histories(NamedTuple):
         return found
 
     def _last(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where `padded` has entries, `[rows, length]`, and which entries these are."""
+        """A mask `[rows, length]` of the entries in `padded`, and the numbers of these entries."""
         if length < 1:
             raise ValueError(f"length must be 1 or more, got {length}")
         kept = np.minimum(np.diff(self.indptr), length)
@@ -111,7 +111,7 @@ class Histories(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SequenceDataset(NamedRows):
-    """The events of each row, in order, in host memory, with names.
+    """Histories in host memory, with names: the events of each row in their order.
 
     >>> table = {"user": ["ann", "bob", "ann", "ann"], "item": ["tea", "rye", "rye", "tea"]}
     >>> data = read_sequences(pandas.DataFrame(table | {"time": [3, 5, 1, 9]}))
@@ -125,27 +125,27 @@ class SequenceDataset(NamedRows):
     as in `SparseDataset`.
 
     Attributes:
-      indptr: `[rows + 1]` int32: row r has the entries `indptr[r] .. indptr[r + 1] - 1`.
-      indices: `[entries]` int32, the feature of each entry, the oldest of a row first.
-      row_names: `[rows]` text.
-      feature_names: `[features]` text.
-      times: `[entries]` int64, float64 or datetime64[us] (in UTC if the source has a
-        zone). In a row they do not fall. None if they are not known.
-      left_out: `[rows]` int32, how many entries of each row were left out because
+      indptr: `[rows + 1]` int32 offsets: row r has the entries `indptr[r] .. indptr[r + 1] - 1`.
+      indices: `[entries]` int32 feature of each entry, the oldest of a row first.
+      row_names: `[rows]` names of the rows.
+      feature_names: `[features]` names of the features.
+      times: `[entries]` int64, float64 or datetime64[us] (in UTC if the source has a time
+        zone). They do not decrease within a row. None if they are unknown.
+      left_out: `[rows]` int32 number of entries that were left out of each row because
         `feature_names` lacks their features. None if there are none.
-      columns: the columns of the table that this was read from, and the role of each.
-        None if it was not read from a table.
-      weights: `[entries]` float32, how much each entry counts where a model learns to
-        predict it; 0 for an entry that is read only. None counts each as 1. See `with_targets`.
-      events: the columns of the events, see `EventSchema`. None if there are none.
-      context: `[rows, ...]` the columns that are known of the event to come, by name, for a
-        model that recommends; see `with_context`. None if they are not known. Selections and
-        saved files leave it out.
-      users: the columns of the users, a cell for each row; see `with_users`. None if there are
-        none.
+      columns: columns of the table from which the data set was read, by role. None if it
+        was not read from a table.
+      weights: `[entries]` float32 weight of each entry as a target of the loss; 0 for an
+        entry that is only an input. None: each has the weight 1. See `with_targets`.
+      events: columns of the events, see `EventSchema`. None if there are none.
+      context: columns `[rows, ...]` of what is known of the next event, by name, for a model
+        that recommends; see `with_context`. None if they are unknown. Selections and saved
+        files do not contain it.
+      users: columns of the users, with a cell for each row; see `with_users`. None if there
+        are none.
 
     Raises:
-      ValueError: the sizes do not agree, an index is no feature's, a name occurs twice,
+      ValueError: sizes do not match, an index is not that of a feature, a name occurs twice,
         a time is not finite or earlier than the one before it, or a weight is negative or
         not finite.
     """
@@ -176,7 +176,7 @@ class SequenceDataset(NamedRows):
                     f"{name} must be integers of one dimension, got "
                     f"{given.dtype}{list(given.shape)}"
                 )
-            # Checked below before it becomes int32, in which it might wrap.
+            # Kept as int64 for the checks below: int32 might overflow.
             put(name, given if given.dtype == np.int32 else given.astype(np.int64))
         for what in ("row", "feature"):
             put(f"{what}_names", _names.as_names(getattr(self, f"{what}_names")))
@@ -241,15 +241,15 @@ class SequenceDataset(NamedRows):
 
     @property
     def num_examples(self) -> int:
-        """Number of rows that a model can learn from: see `are_examples`."""
+        """Number of rows that a model can learn from; see `are_examples`."""
         return int(np.sum(self.are_examples))
 
     @property
     def are_examples(self) -> np.ndarray:
         """`[rows]` bool: whether a model can learn from a row.
 
-        It has an entry behind its first one, with a positive weight if there are weights. If
-        there are columns of users, the first one will do.
+        The row needs an entry after its first one, with a positive weight if there are
+        weights. If there are columns of users, the first entry suffices.
         """
         first = int(self.users is None)
         if self.weights is None:
@@ -260,29 +260,29 @@ class SequenceDataset(NamedRows):
 
     @property
     def histories(self) -> Histories:
-        """The same without names."""
+        """The histories without names and columns of events."""
         return Histories(self.indptr, self.indices, self.times)
 
     def padded(self, length: int) -> np.ndarray:
-        """`[rows, length]` int32: the last `length` entries of each row, then -1.
+        """`[rows, length]` int32: the last `length` entries of each row, padded with -1.
 
         See `Histories.padded`.
         """
         return self.histories.padded(length)
 
     def padded_times(self, length: int) -> np.ndarray:
-        """`[rows, length]` float32: the times of `padded`, see `Histories.padded_times`."""
+        """`[rows, length]` float32: times of `padded`; see `Histories.padded_times`."""
         return self.histories.padded_times(length)
 
     def padded_column(
         self, column: np.ndarray, length: int, *, fill: float = 0
     ) -> np.ndarray:
-        """`[rows, length, ...]`: a column of the entries at the places of `padded`.
+        """`[rows, length, ...]`: a column of the entries, arranged as by `padded`.
 
         Args:
-          column: `[entries, ...]`, such as `weights`, or a column of `events`.
-          length: number of places.
-          fill: number where there is no entry.
+          column: `[entries, ...]` array, such as `weights`, or a column of `events`.
+          length: number of places for each row.
+          fill: number for the padding.
 
         Raises:
           ValueError: `length` is not positive, or the column has another length.
@@ -301,7 +301,7 @@ class SequenceDataset(NamedRows):
         *,
         weights: Mapping[str, float] | str | None = None,
     ) -> SequenceDataset:
-        """The same histories, of which some events are to be predicted.
+        """Sets the weights of entries, so that only some events are targets.
 
         >>> events = [{"user": "ann", "item": "tea", "action": "view"}]
         >>> events += [{"user": "ann", "item": "tea", "action": "purchase"}]
@@ -311,19 +311,19 @@ class SequenceDataset(NamedRows):
         >>> data.with_targets(weights={"purchase": 1, "view": 0.1}).weights.tolist()
         [0.10000000149011612, 1.0]
 
-        The other events stay, so that a model reads them. The loss of a batch is the mean of
-        the losses of its targets, weighted by these weights. `evaluate` and the validation of
-        `fit` look for held-out entries with a positive weight only.
+        The other events stay as inputs of a model. The loss of a batch is the mean of the
+        losses of its targets, weighted by these weights. `evaluate` and the validation of
+        `fit` count only held-out entries with a positive weight.
 
         Args:
-          targets: kind or kinds of events that are targets; None: of all kinds.
-          weights: weight of each kind of event, and kinds that are not named have 0; or the
-            name of a column of numbers, which are the weights as `events` has them, after
-            `log1p`. None: each target counts 1.
+          targets: kind or kinds of events that are targets; None: all kinds.
+          weights: weight of each kind of event, where a kind that is not named has 0; or the
+            name of a column of numbers, whose values in `events` (after `log1p`) are the
+            weights. None: each target has the weight 1.
 
         Raises:
-          ValueError: there is neither; the events have no kinds, or not these; a weight is
-            negative or not finite; or no event is a target.
+          ValueError: both arguments are None; the events have no kinds, or not these; a
+            weight is negative or not finite; or no event is a target.
         """
         if targets is None and weights is None:
             raise ValueError("give targets=..., weights=... or both")
@@ -349,13 +349,13 @@ class SequenceDataset(NamedRows):
         return dataclasses.replace(self, weights=found)
 
     def only_targets(self) -> SequenceDataset:
-        """The entries with a positive weight; all if there are no weights."""
+        """Selects the entries with a positive weight, or all if there are no weights."""
         if self.weights is None:
             return self
         return self._with(self._entries.keep(self.weights > 0))
 
     def of_kinds(self, *kinds: str) -> SequenceDataset:
-        """The events of some kinds alone.
+        """Selects the events of the given kinds.
 
         >>> events = [{"user": "ann", "item": "tea", "action": "view"}]
         >>> events += [{"user": "ann", "item": "rye", "action": "purchase"}]
@@ -371,14 +371,14 @@ class SequenceDataset(NamedRows):
 
     @property
     def kinds(self) -> dict[str, int]:
-        """How many events there are of each kind that the training data has; empty without kinds."""
+        """The number of events of each kind that the training data has; empty without kinds."""
         if self.events is None:
             return {}
         found = {k: int(self.events.are_of(k).sum()) for k in self.events.kinds}
         return {kind: count for kind, count in found.items() if count}
 
     def without_rows(self) -> SequenceDataset:
-        """The items and the columns of events and users, without rows."""
+        """An empty data set with these items and columns of events and users."""
         none = np.zeros(0, np.int32)
         events, users = (
             None if each is None else each.taken(none)
@@ -388,21 +388,21 @@ class SequenceDataset(NamedRows):
         return dataclasses.replace(found, users=users)
 
     def without_events(self) -> SequenceDataset:
-        """The same histories without columns of events. Weights and columns of users stay."""
+        """Removes the columns of events and the context; weights and users stay."""
         return dataclasses.replace(self, events=None, context=None)
 
     def with_users(self, users: UserFeatures | None) -> SequenceDataset:
-        """The same histories with columns of their users, by name; None takes them away.
+        """Adds columns of users, matched by name to the rows; None removes them.
 
         Raises:
-          ValueError: nothing is known of a user, and a column of numbers does not say which
-            number such a user has.
+          ValueError: a user is unknown, and a column of numbers has no value for missing
+            ones.
         """
         found = None if users is None else users.of(self.row_names)
         return dataclasses.replace(self, users=found)
 
     def with_context(self, context: Any) -> SequenceDataset:
-        """The same histories, with what is known of the event to come of each.
+        """Adds the context: what is known of the next event of each history.
 
         >>> events = [{"user": "ann", "item": "tea", "hour": 9}]
         >>> schema = EventSchema(ids={"hour": HashedColumn(25)}, context=["hour"])
@@ -412,13 +412,13 @@ class SequenceDataset(NamedRows):
 
         Args:
           context: the columns that `EventSchema.context` names: a table or frame with a row for
-            each history; or a list of dicts; or a dict of lists, in which one value may stand
+            each history; or a list of dicts; or a dict of lists, in which a single value counts
             for all histories. Cells may be missing, as in the events, and dicts may lack columns.
 
         Raises:
-          DataError: a column cannot have such a cell.
-          ValueError: the events have no such columns, or there is another number of rows.
-          TypeError: it is no table.
+          DataError: a cell has a value that its column does not allow.
+          ValueError: the events have no such columns, or the number of rows differs.
+          TypeError: `context` is no table.
         """
         lack = "so nothing is known of an event to come"
         events = self._known_events(lack, "..., context=...")
@@ -434,12 +434,12 @@ class SequenceDataset(NamedRows):
         return self.events
 
     def with_context_of(self, heldout: SequenceDataset) -> SequenceDataset:
-        """The same histories, with the context of the first event that each has in other data.
+        """Takes as context the columns of each history's first event in the held-out data.
 
-        A history without an event there has missing values.
+        A history without an event there gets missing values.
 
         Raises:
-          ValueError: the other data have no columns of events, or others.
+          ValueError: the held-out data have no columns of events, or other ones.
         """
         if self.events is None or not self.events.schema.context:
             return self
@@ -460,14 +460,14 @@ class SequenceDataset(NamedRows):
             found[name][has] = column[first]
         return dataclasses.replace(self, context=found)
 
-    # Other forms
+    # Conversions
 
     @classmethod
     def from_sparse(cls, data: SparseDataset) -> SequenceDataset:
-        """The entries of each row in the order of their times.
+        """Makes histories from the entries of each row, in the order of their times.
 
         A `SparseDataset` has one entry for each (row, feature), at the time of its latest
-        event: earlier repeats are not known. Values are left out.
+        event, so earlier repeats are lost. Values are left out.
 
         Raises:
           ValueError: the data set has no times.
@@ -489,12 +489,12 @@ class SequenceDataset(NamedRows):
         )
 
     def to_sparse(self) -> SparseDataset:
-        """One entry of value 1 for each (row, feature), as `read` makes without values.
+        """Makes a data set with one entry of value 1 for each (row, feature).
 
-        If there are times, an entry has the time of its latest event. Weights and columns of
-        events are left out.
+        It equals the result of `read` with `indicator=True`. If there are times, an entry has
+        the time of its latest event. Weights and columns of events are left out.
         """
-        # In a row entries have the order of time, so their places do for the times.
+        # Within a row entries are in the order of time, so positions serve as times.
         place = np.arange(self.num_entries)
         rows = self._entries.row_of
         latest, first = events_of_pairs(rows, self.indices, place)
@@ -525,19 +525,20 @@ class SequenceDataset(NamedRows):
         One entry of each row always stays in train. So from a row of one entry nothing is
         held out. Both parts have all rows and features.
 
-        If there are weights, those with a positive weight are held out: the last `n` targets of
-        each row. Entries behind the first of them are in neither part, as a model
-        must not see them.
+        If there are weights, only entries with a positive weight are held out: the last `n`
+        targets of each row. Other entries after the first held-out one are in neither part,
+        because a model must not see them.
 
         Args:
           n: number of entries to hold out from each row.
-          repeats: whether to hold out an entry whose feature the row also has in train:
-            "new" leaves it out of both parts, "all" holds it out. Here "all" is the
-            default, as the next entry of a row may be a repeat. With "new" a row may
-            have fewer than `n` held out.
+          repeats: treatment of an entry whose feature the row also has in train: "new" leaves
+            it out of both parts, "all" holds it out. Here "all" is the default, because the
+            next entry of a row may be a repeat. With "new" a row may have fewer than `n` held
+            out.
 
         Raises:
-          ValueError: `n` is not positive, or no row has two entries, or "new" leaves none.
+          ValueError: `n` is not positive, no row has two entries, or "new" leaves no held-out
+            entry.
         """
         if n < 1:
             raise ValueError(f"n must be 1 or more, got {n}")
@@ -557,7 +558,7 @@ class SequenceDataset(NamedRows):
         return split_entries(self, is_held, why_nothing, stays, behind)
 
     def _last_targets(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """`[entries]` bool: the last `n` of positive weight, and those before the first of them."""
+        """Masks `[entries]` of the last `n` targets of each row, and of entries before them."""
         assert self.weights is not None
         row = self._entries.row_of
         is_target = self.weights > 0
@@ -576,17 +577,18 @@ class SequenceDataset(NamedRows):
         fraction: float | None = None,
         repeats: Repeats = "new",
     ) -> Split[SequenceDataset]:
-        """Holds out all entries from a point in time on: `(train, heldout)`.
+        """Holds out all entries at or after a point in time: `(train, heldout)`.
 
         Rows that begin later have an empty history in train. The parts have the same
         features in each row as the parts of `SparseDataset.split_at`.
 
         Args:
-          time: first time that is held out, of the type of `times`.
-          fraction: share of the entries that comes before the split, in place of
+          time: time of the split, of the type of `times`; entries at or after it are held
+            out.
+          fraction: share of the entries before the split, in place of
             `time`.
-          repeats: "new" leaves out entries whose feature the row has in train, so that they
-            are in neither part; the result counts them. "all" holds out every entry.
+          repeats: "new" leaves later entries whose feature the row has in train out of both
+            parts, and the result counts them. "all" holds out every later entry.
 
         Raises:
           ValueError: there are no times, `time` is of another kind, or one part would be
@@ -603,22 +605,22 @@ class SequenceDataset(NamedRows):
         return split_entries(self, is_held, "", stays)
 
     def _are_known(self, is_held: np.ndarray) -> np.ndarray:
-        """`[entries]` bool: whether the row has the feature among those not held out."""
+        """`[entries]` bool: whether the row also has the feature in an entry not held out."""
         return are_known(self._entries.row_of, self.indices, is_held, self.num_features)
 
     def split(self, fraction: float, *, seed: int) -> Split[SequenceDataset]:
         """Splits the entries of each row at random into `(train, heldout)`.
 
-        See `SparseDataset.split`. Each repeat of an item is drawn for itself. Entries
-        that stay in train keep their order. To predict the next entry, use `split_last`
-        or `split_at`.
+        `SparseDataset.split` describes the rule. Each repeat of an item is drawn
+        independently. Entries that stay in train keep their order. To predict the next entry,
+        use `split_last` or `split_at`.
 
         Raises:
           ValueError: `fraction` is outside (0, 1), or every row is too short for an entry
             to be held out.
         """
         rows = self._entries.row_of
-        order = np.lexsort((self.indices, rows))  # equal ones stay in order
+        order = np.lexsort((self.indices, rows))  # stable: repeats keep their order
         begins = np.ones(len(order), bool)
         begins[1:] = (np.diff(rows[order]) != 0) | (np.diff(self.indices[order]) != 0)
         place = np.arange(len(order))
@@ -670,7 +672,7 @@ class SequenceDataset(NamedRows):
         try:
             events, users, entries = None, None, rows.entries
             facts = codec.parse(rows.facts) if rows.facts else {}
-            # Nothing says how long lists were, where there are no entries or no rows.
+            # Without entries or rows, only the document states the width of lists.
             if "schema" in facts:
                 events = of_stated(facts, rows.categories)
                 if not len(entries.indices):
@@ -734,7 +736,7 @@ class SequenceDataset(NamedRows):
 
 
 def no_histories(feature_names: Names, events: Events | None) -> SequenceDataset:
-    """Items and columns of events, without rows."""
+    """An empty data set with these items and columns of events."""
     none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
     return SequenceDataset(start, none, feature_names[:0], feature_names, events=events)
 
@@ -746,14 +748,14 @@ def _dataset(
     events: Events | None,
     columns: Columns | None = None,
 ) -> SequenceDataset:
-    """The data set of some entries.
+    """Makes a data set from entries, whose columns of events become `Events` again.
 
     Args:
-      entries: all entries.
+      entries: all entries, with columns of events.
       row_names: names of the rows.
       feature_names: names of the features.
-      events: events of the same schema, whose columns `entries` has, too.
-      columns: the columns of the table that they were read from.
+      events: events with the schema and vocabularies of these columns, or None.
+      columns: columns of the table from which the entries were read, or None.
     """
     if events is not None:
         names = events.schema.used
@@ -773,10 +775,10 @@ def _dataset(
 
 
 def _checked_weights(weights: np.ndarray, count: int) -> np.ndarray:
-    """`[entries]` float32.
+    """Checks weights and converts them to `[entries]` float32.
 
     Raises:
-      ValueError: these are not a finite number of 0 or more for each entry.
+      ValueError: there is not one finite number of 0 or more for each entry.
     """
     given = np.asarray(weights, np.float32)
     if given.shape != (count,):
@@ -793,4 +795,4 @@ def _checked_weights(weights: np.ndarray, count: int) -> np.ndarray:
     return given
 
 
-SequenceSplit = Split  # its older name
+SequenceSplit = Split  # an older name of this class
