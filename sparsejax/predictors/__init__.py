@@ -1,4 +1,4 @@
 """Predictors: their files, and programs that run without Flax and the model's code.
 
-This wing stands above `engine`, and knows no model. `verbs.export` writes its files.
+This package stands above `engine`, and contains no model. `verbs.export` writes its files.
 """

@@ -5,14 +5,14 @@
     programs/1          for one row: see `stablehlo`
     programs/8          for batches of 8 rows
     ...
-    weights/0           the numbers of an array, little-endian
+    weights/0           elements of an array, little-endian
     ...
-    names/0/...         other parts
-    NAME.json           documents
+    names/0/...         other arrays
+    NAME.json           JSON documents
 
-Weights are arguments of the programs. As constants they would be in each program, would
-be compiled, and could not exceed 2 GiB. The archive has a checksum of each part. Only the
-programs are compressed. No part has a time, so that the same model is the same bytes.
+Weights are arguments of the programs. As constants they would be stored in each program, slow down
+its compilation, and be limited to 2 GiB. The archive has a checksum of each part. Only the
+programs are compressed. No part has a timestamp, so that equal models give equal bytes.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class Stored(NamedTuple):
     """An array that is written some rows at a time.
 
     Attributes:
-      like: its shape and dtype.
-      pieces: its rows in order. With several processes all have to take all pieces.
+      like: shape and dtype of the array.
+      pieces: rows of the array in order. With several processes, each must iterate over all
+          pieces.
       name: name of the array, as in `Array`.
     """
 
@@ -77,17 +78,16 @@ def save(
     weights: Iterable[Stored],
     others: Iterable[tuple[str, np.ndarray]] = (),
 ) -> None:
-    """Writes a predictor, whole or not at all.
+    """Writes a predictor's file, under a temporary name that is renamed when it is complete.
 
-    With several processes the first one writes, and all take part in collecting the
-    weights.
+    With several processes, the first one writes, and all help to collect the weights.
 
     Args:
       path: the file.
-      documents: JSON by the names of parts.
-      programs: with their numbers of rows.
+      documents: JSON values by part name.
+      programs: pairs of a number of rows and the program for it.
       weights: the first argument of each program.
-      others: further arrays, by the names of parts. The first process alone takes them.
+      others: further arrays by part name, read by the first process only.
     """
     parts = [weight.pieces for weight in weights]
 
@@ -95,7 +95,8 @@ def save(
         try:
             _write(path, documents, programs, parts, others)
         except Exception:
-            _take_all(parts)  # the other processes do so, and wait for this one
+            # the other processes iterate too, and wait for the first one
+            _take_all(parts)
             raise
 
     if not processes.is_first():
@@ -112,7 +113,7 @@ def _write(path, documents, programs, parts, others) -> None:
     check_writable(path)
     with whole_file(path) as file, zipfile.ZipFile(file, "w") as archive:
         for rows, program in programs:
-            # Programs are mostly text, so they shrink.
+            # Programs are mostly text, so compression makes them much smaller.
             archive.writestr(
                 zipfile.ZipInfo(f"programs/{rows}"),
                 bytes(program.mlir_module_serialized),
@@ -129,7 +130,7 @@ def _write(path, documents, programs, parts, others) -> None:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    # As bytes, because the buffer protocol does not know bfloat16.
+    # As bytes, because the buffer protocol does not support bfloat16.
     array = np.ascontiguousarray(array)
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
@@ -138,11 +139,13 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Generator[io.BufferedReader]:
-    """Opens a predictor. One in a store is copied to this host before, if it is new.
+    """Opens a predictor's file.
+
+    A file in an object store is copied to this host first, unless a copy exists.
 
     Raises:
-      OSError: it cannot be opened, or copied.
-      ValueError: it is a pipe or a device.
+      OSError: the file cannot be opened or copied.
+      ValueError: the path is a pipe or a device.
     """
     if not is_address(path):
         with opened_regular(path) as file:
@@ -162,15 +165,14 @@ def opened(path: str | os.PathLike[str]) -> Generator[io.BufferedReader]:
                 for older in folder.glob(f"{address}-*"):
                     older.unlink(missing_ok=True)
                 place.fetch(copy)
-            # A process that has opened a file keeps it, also if a newer one takes its
-            # place.
+            # A process that has opened the copy can read it even after a newer copy replaces it.
             file = stack.enter_context(open(copy, "rb"))
         yield file
 
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str]) -> Generator[None]:
-    """While this context is open, a fault of a file raises ValueError with the file's name.
+    """While this context is open, an error in a file raises ValueError with the file's name.
 
     Raises:
       RuntimeError: this process was forked from one that has loaded a predictor.
@@ -180,7 +182,7 @@ def reading(path: str | os.PathLike[str]) -> Generator[None]:
         yield
     except MemoryError:
         raise
-    # A damaged file can raise any of many kinds of exceptions, six in zipfile alone.
+    # A damaged file can raise many kinds of exceptions, six in zipfile alone.
     except Exception as error:
         text = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
@@ -189,7 +191,7 @@ def reading(path: str | os.PathLike[str]) -> Generator[None]:
 
 
 def read_json(archive: zipfile.ZipFile, name: str, most: int) -> Any:
-    """The value of a JSON part of the archive; see `read_part`."""
+    """The value of a JSON part in the archive; see `read_part`."""
     try:
         return codec.parse(read_part(archive, name, most))
     except ValueError as error:
@@ -197,10 +199,10 @@ def read_json(archive: zipfile.ZipFile, name: str, most: int) -> Any:
 
 
 def identity(path: str | os.PathLike[str], file: io.BufferedReader) -> str:
-    """A hash of a file's content, by the checksums of its parts.
+    """A hash of a file's content, made from the checksums of its parts.
 
     Raises:
-      ValueError: it is not a predictor.
+      ValueError: the file is not a predictor.
     """
     try:
         with zipfile.ZipFile(file) as parts:
@@ -213,7 +215,7 @@ def identity(path: str | os.PathLike[str], file: io.BufferedReader) -> str:
 def check_identity(
     path: str | os.PathLike[str], file: io.BufferedReader, wanted: str
 ) -> None:
-    """Raises ValueError if a file has another `identity`."""
+    """Raises ValueError if the `identity` of a file is not `wanted`."""
     if identity(path, file) != wanted:
         raise ValueError(
             f"{shown(path)}: was replaced while it was used; load it again, or repeat the "
@@ -226,22 +228,22 @@ def again[Loaded](
     path: str | os.PathLike[str],
     file: io.BufferedReader,
 ) -> Callable[[], Loaded]:
-    """The call that loads the same file again, in any process, for pickling.
+    """A function that loads the same file again in any process, for pickling.
 
     Args:
       load: function that takes a path and the `identity` that the file must have.
       path: path or address of the file.
-      file: the file, opened.
+      file: the opened file.
     """
     where = os.fspath(path) if is_address(path) else os.path.abspath(path)
     return functools.partial(load, where, identity(path, file))
 
 
 def pickled(again: Callable[[], Any] | None) -> tuple[Callable[..., Any], tuple]:
-    """The result of a predictor's `__reduce__`.
+    """The result of `__reduce__` for a predictor.
 
     Raises:
-      TypeError: it does not come from a file.
+      TypeError: the predictor was not loaded from a file.
     """
     if again is None:
         raise TypeError(
@@ -251,13 +253,13 @@ def pickled(again: Callable[[], Any] | None) -> tuple[Callable[..., Any], tuple]
     return again, ()
 
 
-_process: int | None = None  # in which a predictor was loaded
+_process: int | None = None  # the process in which a predictor was loaded
 
 
 def check_process() -> None:
-    """Raises RuntimeError in a process that was forked from one with a predictor.
+    """Raises RuntimeError in a process that was forked after a predictor was loaded.
 
-    A fork has none of the threads that run programs, and would wait for them for ever.
+    A forked process has no threads to run programs, and would wait for them forever.
     """
     global _process
     if _process is None:
@@ -271,18 +273,18 @@ def check_process() -> None:
 
 
 def read_program(archive: zipfile.ZipFile, rows: int) -> bytes:
-    """The program for a number of rows."""
+    """Reads the program for a number of rows."""
     return read_part(archive, f"programs/{rows}", _MOST_PROGRAM)
 
 
 def read_weights(
     archive: zipfile.ZipFile, arrays: Sequence[Array], length: int
 ) -> list[np.ndarray]:
-    """The weights, which are together no larger than `length` bytes.
+    """Reads the weights, which together may have at most `length` bytes.
 
     Raises:
-      ValueError: they are larger, before memory is taken; or have another size than they
-        should.
+      ValueError: the weights are larger (memory is not allocated then), or a part has another size
+          than its array.
     """
     _check_total(arrays, length)
     return [
@@ -315,9 +317,9 @@ def check_weights(
 
 
 def check_names(archive: zipfile.ZipFile, known: Collection[str]) -> None:
-    """Raises ValueError if an archive has a part that is not known, or one twice.
+    """Raises ValueError if an archive has an unknown part, or a part twice.
 
-    No release has written such a part, and no code would check its contents.
+    No release wrote unknown parts, and no code would check their contents.
     """
     names = archive.namelist()
     if unknown := [name for name in names if name not in known]:
@@ -329,10 +331,12 @@ def check_names(archive: zipfile.ZipFile, known: Collection[str]) -> None:
 def read_array(
     archive: zipfile.ZipFile, name: str, shape: tuple[int, ...], dtype: Any
 ) -> np.ndarray:
-    """The array of a part, which no release compresses. So the file bounds its size.
+    """Reads the array of a part.
+
+    Arrays are not compressed, so the file's size bounds the array's size.
 
     Raises:
-      ValueError: it has another size, or is packed.
+      ValueError: the part has another size, or is compressed.
     """
     _check_stored(archive, name)
     size = math.prod(shape) * np.dtype(dtype).itemsize
@@ -348,19 +352,19 @@ def _check_stored(archive: zipfile.ZipFile, name: str) -> None:
 
 
 def read_part(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
-    """The content of a part of the archive; its checksum is compared.
+    """Reads a part of the archive, and verifies its checksum.
 
-    Never more than `most` bytes are unpacked, whatever the archive states.
+    At most `most` bytes are decompressed, whatever size the archive states.
 
     Raises:
-      ValueError: the part is larger than `most` bytes or than is stated, or packed in
-        another way than `save` does.
+      ValueError: the part is larger than `most` bytes or than its stated size, or is compressed in
+          another way than by `save`.
     """
     return b"".join(_pieces(archive, name, most))
 
 
 def _pieces(archive: zipfile.ZipFile, name: str, most: int) -> Iterator[bytes]:
-    """The content of `read_part`, some bytes at a time."""
+    """The content that `read_part` returns, in pieces."""
     found = archive.getinfo(name)
     if found.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(
@@ -373,7 +377,7 @@ def _pieces(archive: zipfile.ZipFile, name: str, most: int) -> Iterator[bytes]:
     if not is_packed and found.compress_size != found.file_size:
         raise ValueError(f"{name} states two sizes")
     with archive.open(found) as part:
-        # Read as a whole, it would be unpacked before it is cut to the stated size.
+        # In one read, all of it would be decompressed before it is cut to the stated size.
         left = found.file_size
         while left and (piece := part.read(min(left, _PIECE))):
             yield piece

@@ -1,4 +1,4 @@
-"""Weights of a predictor that take the changes of a folder."""
+"""Applies exported changes of a model to a predictor's weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from sparsejax.predictors.signature import ClickStack, ClickTable, Signature
 
 @dataclasses.dataclass(eq=False)
 class Taken:
-    """The changes that a predictor has taken of a folder.
+    """The state of a predictor that applies the changes in a folder.
 
     Attributes:
-      last: the last changes.
-      lock: a lock that a thread holds while it takes changes.
+      last: changes that were applied last.
+      lock: lock that a thread holds while it applies changes.
     """
 
     last: Changes | None = None
@@ -35,12 +35,12 @@ class Taken:
 def changed_weights(
     signature: Signature, weights: Sequence[jax.Array], links: Sequence[Link]
 ) -> list[jax.Array]:
-    """The weights after the changes of `change_folders.chain`; the given ones stay.
+    """Weights after the changes of `change_folders.chain`. The given arrays are not modified.
 
     Raises:
       OSError: a file cannot be read.
-      ValueError: a file was cut off or altered, or is of another model; or there is no room for
-        its ids.
+      ValueError: a file is truncated or altered, or belongs to another model; or a table has no
+          room for new ids.
     """
     last, found = links[-1], list(weights)
     places = {each.name: i for i, each in enumerate(signature.weights) if each.name}
@@ -72,7 +72,7 @@ def changed_weights(
     is_base = links[0].manifest.base is None
     with without_mesh():
         for number, table in enumerate(last.manifest.tables):
-            if table.name not in tables:  # no feature reads it
+            if table.name not in tables:  # no feature reads this table
                 continue
             stack, place = tables[table.name]
             kernel = places[stack.kernel]
@@ -107,7 +107,7 @@ def _check_rows(
 
 
 def layout_of(stack: ClickStack, used: jax.Array | np.ndarray) -> Layout:
-    """The layout of the index of dynamic tables, of which the used rows are a mask."""
+    """The index layout of dynamic tables. `used` is a mask of their used rows."""
     return Layout(
         rows=used.shape[1],
         firsts=tuple(table.first // PARTS for table in stack.tables),
@@ -123,7 +123,7 @@ def _indexed(
     content: Content,
     is_base: bool,
 ) -> tuple[Index, np.ndarray]:
-    """An index with the changed ids, and their rows."""
+    """Applies changes to an index; returns it and the row numbers of the changed ids."""
     layout = layout_of(stack, index.used)
     known = index_edits.rows_of(
         layout, place, np.asarray(index.used), np.asarray(index.keys)
@@ -141,9 +141,9 @@ def _indexed(
 
 
 def _written(kernel: jax.Array, rows: np.ndarray, values: np.ndarray) -> jax.Array:
-    """A copy of a kernel with some rows replaced."""
+    """A copy of a kernel in which some rows are replaced."""
     for number, (at, data) in enumerate(index_edits.blocks(rows, values)):
-        # Programs that run now read the first kernel; the others are copies.
+        # Running programs read the first kernel, so only copies may be donated.
         kernel = _write(number > 0)(kernel, at, data)
     return kernel
 

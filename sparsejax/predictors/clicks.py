@@ -1,4 +1,4 @@
-"""Predictors of clicks: the probability of a click of each example."""
+"""Predictors of clicks, which return the probability of a click for each example."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Clicks:
     """Predicts clicks; see `Predictor` for its methods.
 
     Attributes:
-      has: the requests that it answers, for messages.
+      has: description of the requests that it answers, for messages.
       programs: programs of the predictor.
       num_dense: number of dense columns.
-      stacks: how the ids of features become rows of the tables.
+      stacks: stacks of tables, with the mapping from ids of features to rows.
       schema: types of the columns of records; None if the file has no schema.
-      vocabularies: for each `VocabularyColumn` its categories.
+      vocabularies: categories of each `VocabularyColumn`.
     """
 
     has: ClassVar[str] = "predict and predict_records"
@@ -59,11 +59,11 @@ class Clicks:
     def of(
         cls, signature: Signature, vocabularies: Mapping[str, NameTable]
     ) -> Callable[[Programs], Clicks]:
-        """A function that makes it of programs whose signature `of_clicks` has made.
+        """A function that makes this object from programs. `of_clicks` made their signature.
 
         Raises:
-          ValueError: the signature is of another kind, or the schema's ids do not fit
-            the tables.
+          ValueError: the signature is of another kind, or the ids of the schema do not match the
+              tables.
         """
         stacks, schema = signature.stacks, signature.schema
         names = {name: table.names for name, table in vocabularies.items()}
@@ -84,7 +84,7 @@ class Clicks:
     def predict(
         self, clicks: ClickDataset | np.ndarray, ids: Mapping[str, Ids] | None
     ) -> Any:
-        """The probability of a click of each example, or the prediction of each label."""
+        """Predicts the probability of a click for each example, or each label."""
         if isinstance(clicks, ClickDataset):
             if ids is not None:
                 raise ValueError("a data set has ids: leave out ids")
@@ -105,7 +105,7 @@ class Clicks:
         found = np.empty(
             (len(dense), *([len(self.labels)] * bool(self.labels))), np.float32
         )
-        # All examples are answered by the same weights, also if others come meanwhile.
+        # All examples use the same weights, even if new weights arrive meanwhile.
         programs = self.programs.steady()
         batches = programs.batches(len(dense))
         results = [
@@ -133,7 +133,9 @@ class Clicks:
         return {} if self.schema is None else self.schema.several
 
     def predictions(self, scores: np.ndarray) -> Any:
-        """The predictions of scores `[n]`, or of each label from `[n, labels]`."""
+        """Converts logits `[n]` to probabilities, or logits `[n, labels]` to predictions by
+        label.
+        """
         if not self.labels:
             return scipy.special.expit(scores)
         by_label = np.ascontiguousarray(scores.T)
@@ -143,18 +145,18 @@ class Clicks:
         }
 
     def predict_records(self, records: Any) -> Any:
-        """The probability of a click of each record, or the prediction of each label."""
+        """Predicts the probability of a click for each record, or each label."""
         return self.predict(*self._examples_of(records))
 
     def rows_of_records(self, records: Any) -> list[Rows]:
-        """Records as the programs take them, see `predict_records`."""
+        """Converts records to inputs of the programs, see `predict_records`."""
         dense, ids = self._examples_of(records)
         ids = self._checked(ids, len(dense))
         packed = (_packed(stack, len(dense), ids, 0) for stack in self.stacks)
         return [dense, *packed]
 
     def example(self) -> list[Rows]:
-        """A row as the programs take it, for `StoredAnswer`: an id of each table."""
+        """A row of input for `StoredAnswer`, with an id of each table."""
         dense = np.linspace(0, 1, self.num_dense, dtype=np.float32)[None]
         ids: dict[str, Ids] = {}
         for stack in self.stacks:
@@ -167,7 +169,7 @@ class Clicks:
         return [dense, *(_packed(stack, 1, checked, 0) for stack in self.stacks)]
 
     def _known_id(self, stack: ClickStack, first: int) -> np.ndarray:
-        """An id that a dynamic table has a row for, or 0 if there is none."""
+        """An id that has a row in a dynamic table, or 0 if there is none."""
         signature = self.programs.signature
         assert signature is not None
         places = {each.name: i for i, each in enumerate(signature.weights)}
@@ -182,11 +184,11 @@ class Clicks:
         return joined(low, high) if len(rows) else np.zeros(1, np.int64)
 
     def room(self, rows: int, entries: int) -> int:
-        """The room for entries of a program, see `Programs.run`."""
+        """The capacity for entries to run a program with, see `Programs.run`."""
         return room_for(entries, rows * max(stack.bags for stack in self.stacks))
 
     def warm_up(self, *, rows: int, max_items: int | None) -> None:
-        """Compiles and runs all programs for requests of so many rows."""
+        """Compiles and runs all programs for requests of up to `rows` rows."""
         if max_items is not None:
             raise ValueError("max_items is of no use for clicks: leave it out")
         check_positive(rows=rows)
@@ -205,8 +207,8 @@ class Clicks:
 
     @functools.cached_property
     def reader(self) -> ColumnReader:
-        """The reader of the columns."""
-        assert self.schema is not None  # else there are no records
+        """The reader of records, which converts their columns."""
+        assert self.schema is not None  # without a schema, records are rejected
         return ColumnReader(self.schema, self.vocabularies, few=True)
 
     @property
@@ -214,11 +216,11 @@ class Clicks:
         return {f.name for stack in self.stacks for f in stack.features}
 
     def _checked(self, ids: Mapping[str, Ids], rows: int) -> dict[str, Ids]:
-        """The ids of each feature; for dynamic tables as `WideIds`.
+        """Checks the ids of each feature; returns those of dynamic tables as `WideIds`.
 
         Raises:
-          TypeError: ids are of another type.
-          ValueError: features are missing or unknown, or shapes do not fit.
+          TypeError: ids have an unsupported type.
+          ValueError: features are missing or unknown, or shapes do not match.
         """
         names = self._names
         if ids.keys() != names:
@@ -263,7 +265,7 @@ class Clicks:
         ids: Mapping[str, Ids],
         first: int = 0,
     ) -> jax.Array:
-        """Logits of a batch, whose first example has this number. Does not wait for them."""
+        """Starts computing the logits of a batch. `first` is the number of its first example."""
         packed = [_packed(stack, size, ids, first) for stack in self.stacks]
         room = self.room(size, max(len(entries.indices) for entries in packed))
         (found,) = programs.run(size, [dense, *packed], room)
@@ -276,7 +278,7 @@ def _check_schema(
     stacks: Sequence[ClickStack],
     vocabularies: Mapping[str, Names],
 ) -> None:
-    """Raises ValueError unless the schema's ids fit the tables."""
+    """Raises ValueError unless the ids of the schema match the tables."""
     known = vocabularies_of(schema).keys()
     if known != vocabularies.keys() or len(schema.dense) != num_dense:
         raise ValueError("the schema does not fit the vocabularies or num_dense")
@@ -310,7 +312,7 @@ def _rows(ids: Ids, part: slice) -> Ids:
 
 
 def _wide(name: str, ids: Any, rows: int) -> WideIds:
-    """The ids of a dynamic table, on the host."""
+    """Converts the ids of a dynamic table to `WideIds` on the host."""
     try:
         found = ids if isinstance(ids, WideIds) else WideIds.of(ids)
     except (TypeError, ValueError) as error:
@@ -330,7 +332,7 @@ def _wide(name: str, ids: Any, rows: int) -> WideIds:
 def _packed(
     stack: ClickStack, rows: int, ids: Mapping[str, Ids], first: int
 ) -> Entries:
-    """Rows of the stack for each bag, as a matrix."""
+    """Row numbers of the stack for each bag, as the entries of a matrix."""
     bags, places = [], []
     for feature in stack.features:
         example, position, found = _entries(ids[feature.name])
@@ -370,7 +372,7 @@ def _packed(
 
 
 def _entries(ids: Ids) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Example, place in its list, and id of each id that is one."""
+    """For each id that is not missing: its example, its position in the list, and the id."""
     if isinstance(ids, CSR):
         indptr = np.asarray(ids.indptr)
         example = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))

@@ -1,4 +1,4 @@
-"""Reads a predictor, which `saving` writes."""
+"""Reads the files of predictors that `saving` writes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from sparsejax.predictors.stored_answer import StoredAnswer
 def load_predictor(path: str | os.PathLike[str]) -> Predictor:
     """Reads a predictor that `sparsejax.export_predictor` wrote.
 
-    This needs neither Flax nor the model's code. It runs nothing that the file names:
-    programs consist of arithmetic alone. JAX reads the programs of releases that are up
-    to six months older.
+    This needs neither Flax nor the model's code. No code that the file names is executed: programs
+    consist of arithmetic only. JAX can read the programs of releases that are up to six months
+    older.
 
     >>> export_predictor(model, "model.predictor", k=2, names=train)
     >>> predictor = load_predictor("model.predictor")  # in another process
@@ -32,14 +32,14 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
     [['/...', '/...'], ...]
 
     Args:
-      path: the file, or its address in a store, like `s3://bucket/model.predictor`. It is
-        then copied once to the cache folder of the user, where later calls find it as
-        long as it does not change. The processes of a host wait for the first copy.
+      path: path of the file, or its URL in an object store, like `s3://bucket/model.predictor`. A
+          file in a store is copied once to the user's cache folder; later calls use the copy until
+          the file changes. The processes of a host wait for the first copy.
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: the file is not a predictor, is damaged, has another version, or does
-        something that a predictor may not do.
+      ValueError: the file is not a predictor, is damaged, has an unknown version, or contains an
+          operation that is not allowed.
     """
     with archive.opened(path) as file:
         return _ready(path, file)
@@ -50,7 +50,7 @@ def load_same_predictor(path: str | os.PathLike[str], identity: str) -> Predicto
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it has other content.
+      ValueError: the file has other content.
     """
     with archive.opened(path) as file:
         archive.check_identity(path, file, identity)
@@ -58,7 +58,7 @@ def load_same_predictor(path: str | os.PathLike[str], identity: str) -> Predicto
 
 
 def check_predictor(path: str | os.PathLike[str]) -> None:
-    """Looks whether a file is a whole predictor. Nothing is put on the device.
+    """Checks that a file is a complete predictor. Nothing is copied to the device.
 
     Raises:
       OSError: the file cannot be read.
@@ -76,27 +76,27 @@ def check_predictor(path: str | os.PathLike[str]) -> None:
 
 
 class Kept:
-    """The last predictor that was asked for, which several parts use."""
+    """A cache of the last loaded predictor, shared by several parts."""
 
     def __init__(self):
         self._identity: str | None = None
         self._predictor: Predictor | None = None
 
     def load(self, path: str | os.PathLike[str], identity: str) -> Predictor:
-        """`load_same_predictor`, unless it is the one that is kept."""
+        """Loads a predictor by `load_same_predictor`, unless it is cached."""
         if self._predictor is None or self._identity != identity:
-            self._predictor = None  # before its successor takes memory
+            self._predictor = None  # freed before the next one needs memory
             self._predictor = load_same_predictor(path, identity)
             self._identity = identity
         return self._predictor
 
 
 def predictor_identity(path: str | os.PathLike[str]) -> str:
-    """A hash of a predictor's content, by the checksums of its parts.
+    """A hash of a predictor's content, made from the checksums of its parts.
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it is not a predictor.
+      ValueError: the file is not a predictor.
     """
     with archive.opened(path) as file:
         return archive.identity(path, file)
@@ -131,7 +131,7 @@ def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
 
 
 def _arrays_of(signature: Signature) -> tuple[Array, ...]:
-    """All arrays of a file: the weights, and the kernels that new items need."""
+    """All arrays in a file: the weights, and kernels to compute vectors of new items."""
     new = signature.new_items
     return (*signature.weights, *(() if new is None else new.arrays))
 
@@ -139,7 +139,7 @@ def _arrays_of(signature: Signature) -> tuple[Array, ...]:
 def _answer_in(
     parts: zipfile.ZipFile, signature: Signature, length: int
 ) -> StoredAnswer | None:
-    """The answer to an example, if a file has one."""
+    """The example with its answer that a file contains, or None."""
     if ANSWER not in parts.namelist():
         return None
     document = archive.read_json(parts, ANSWER, length)
@@ -149,10 +149,10 @@ def _answer_in(
 def model_of(
     signature: Signature, vocabularies: Mapping[str, NameTable]
 ) -> Callable[[Programs], Any]:
-    """The function that makes a `Predictor.model` of its programs.
+    """A function that makes a `Predictor.model` from programs with this signature.
 
     Raises:
-      ValueError: no model of the kind has this signature, or these names.
+      ValueError: no predictor of this kind has such a signature or such names.
     """
     if (served := KINDS.get(signature.kind)) is None:
         raise ValueError(
@@ -165,11 +165,11 @@ def model_of(
 def read_signature(
     parts: zipfile.ZipFile, length: int
 ) -> tuple[Signature, dict[str, NameTable]]:
-    """The signature of a file's programs, and its names.
+    """Reads the signature of a file's programs, and the names in the file.
 
     Args:
       parts: the archive.
-      length: bytes of the file, which bound the size of the names.
+      length: size of the file in bytes, which bounds the size of the names.
 
     Raises:
       ValueError: the file has an unknown version or layout.
@@ -180,6 +180,6 @@ def read_signature(
     known |= {f"programs/{rows}" for rows in signature.rows}
     known |= {f"weights/{number}" for number, _ in enumerate(_arrays_of(signature))}
     counts = names.counts(parts, length)
-    # Unknown parts are refused before they are unpacked, so they need no bound.
+    # Unknown parts are rejected before they are decompressed, so they need no size limit.
     archive.check_names(parts, known | names.part_names(counts))
     return signature, names.read(parts, counts, length)

@@ -1,4 +1,4 @@
-"""Predictors of histories: the items that are most likely next."""
+"""Predictors from histories, which return the most likely next items."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ from sparsejax.predictors.signature import (
 )
 from sparsejax.sparse import CSR
 
-_HOUR = 3600.0  # in seconds, between the items of an example
+_HOUR = 3600.0  # seconds between the items of an example
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ordered(Items):
-    """Recommends to histories, whose last items a model reads in order.
+    """Recommends items for histories, whose last items a model reads in order.
 
     Attributes:
-      events: the columns of events that the model reads, without events; None if it reads none.
-      users: the columns of users that it reads, without users; None if it reads none.
+      events: event columns that the model reads, without rows; None if it reads none.
+      users: user columns that the model reads, without rows; None if it reads none.
     """
 
     events: Events | None = None
@@ -83,13 +83,15 @@ class Ordered(Items):
 
     @property
     def _length(self) -> int:
-        """How many items are read."""
+        """Number of items of a history that the model reads."""
         assert isinstance(self.num_features, Mapping)
         return cast(jax.ShapeDtypeStruct, self.num_features[HISTORIES]).shape[0]
 
     @functools.cached_property
     def _shapes(self) -> EventShapes | None:
-        """The columns of events that are read, and the shapes of an event's part of each."""
+        """The event columns that the model reads, with the shape of a single event's value in
+        each.
+        """
         if self.events is None and self.users is None:
             return None
         assert isinstance(self.num_features, Mapping)
@@ -104,7 +106,7 @@ class Ordered(Items):
         ids = some_of(self.num_read)
         ordered = Histories(np.array([0, len(ids)]), ids, _HOUR * np.arange(len(ids)))
         arrays = arrays_of(ordered, self._length, times=self.reads_times)
-        # Ids of 0 and 1, a missing and an unknown category, do for the columns.
+        # Ids 0 and 1, for a missing and an unknown category, are valid in every column.
         pairs = zip(self.programs.inputs, super().example(), strict=True)
         return [arrays.get(like.name or "", other) for like, other in pairs]
 
@@ -152,7 +154,7 @@ class Ordered(Items):
         return inputs_of(inputs, self._length, **how)
 
     def recommend_names(self, histories: Any, **options: Any) -> Any:
-        """The names of the best items for histories of names, or of events."""
+        """Names of the best items for histories of names, or of events."""
         columns = _of_records(CONTEXT, options.pop("context", None))
         columns |= _of_records(USERS, options.pop("users", None))
         events = isinstance(histories, list | tuple) and _has_events(histories)
@@ -203,7 +205,7 @@ class Ordered(Items):
     def _columns_of_events(
         self, events: Events, lists: NameLists, given: Mapping[str, Any]
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """The columns of known items' events, and how many categories of a row are unknown."""
+        """Event columns of the known items, and the number of unknown categories in each row."""
         used, rows = events.schema.used, len(lists.indptr) - 1
         if not len(lists.names):
             return dict(events.columns), np.zeros(rows, np.int64)
@@ -240,7 +242,7 @@ class Ordered(Items):
         places = {each.name: i for i, each in enumerate(inputs)}
         ids = found[places[HISTORIES]]
         unread = (ids < 0) | (ids >= self.num_read)
-        # The items that are read come first, as they do without the others.
+        # Moves the events of known items to the front, as if the others were not there.
         order = np.argsort(unread, axis=1, kind="stable")
         nothing = {HISTORIES: -1, TIMES: 0}
         for name, shape in (self._shapes or {}).items():
@@ -272,7 +274,7 @@ class Ordered(Items):
 
 
 def _shapes_in(features: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The columns of events among inputs, and the shapes of an event's part of each."""
+    """The event columns among the inputs, with the shape of a single event's value in each."""
     found: dict[str, tuple[int, ...]] = {}
     for name, like in features.items():
         shape = like.shape if isinstance(like, jax.ShapeDtypeStruct) else ()
@@ -289,10 +291,10 @@ def _columns_in(
     shapes: Mapping[str, tuple[int, ...]],
     vocabularies: Mapping[str, NameTable],
 ) -> Events | None:
-    """The columns of events or of users of a file, without rows; None if it has none.
+    """Event or user columns of a file, without rows; None if the file has none.
 
     Raises:
-      ValueError: schema, inputs and categories do not fit each other.
+      ValueError: schema, inputs and categories do not match each other.
     """
     own = {n: s for n, s in shapes.items() if n.startswith(USERS) == (begin == USERS)}
     named = {
@@ -314,7 +316,7 @@ def _columns_in(
 
 
 def columns_read(events: Events | None, users: Events | None) -> list[str]:
-    """The names of the columns of a request, as `rows_of_names` takes them."""
+    """Names of the columns of a request, as `rows_of_names` takes them."""
     found: list[str] = []
     if events is not None:
         found = [*events.schema.used, *(f"{CONTEXT}{n}" for n in events.schema.context)]
@@ -324,7 +326,7 @@ def columns_read(events: Events | None, users: Events | None) -> list[str]:
 
 
 def _has_events(histories: Sequence[Any]) -> bool:
-    """Whether a history, or the first one that is not empty, has objects for its events."""
+    """Whether the first history that is not empty consists of event objects."""
     first = next((part for part in histories if isinstance(part, Mapping) or part), "")
     if isinstance(first, list | tuple):
         first = first[0]
@@ -334,10 +336,10 @@ def _has_events(histories: Sequence[Any]) -> bool:
 def _parts_of(
     histories: Sequence[Any], used: Sequence[str]
 ) -> tuple[list[list[str]], list[list[Any]], dict[str, list[Any]]]:
-    """The names of the items of some histories of events, their times, and the columns.
+    """Converts histories of events to item names, times, and columns.
 
     Raises:
-      TypeError: an event is no object.
+      TypeError: an event is not an object.
       ValueError: an event has no item.
     """
     names, times, events = [], [], []
@@ -359,7 +361,9 @@ def _parts_of(
 
 
 def _of_records(begin: str, records: Any) -> dict[str, Any]:
-    """The columns of a dict, or of a list with a dict for each history, by `begin` and name."""
+    """The columns in a dict, or in a list of one dict per history, named by `begin` and their
+    key.
+    """
     if records is None:
         return {}
     if isinstance(records, list | tuple):
@@ -368,7 +372,7 @@ def _of_records(begin: str, records: Any) -> dict[str, Any]:
 
 
 def _unknown_in(events: Events, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """How many categories of each event, or of each history, are rare or unknown."""
+    """Number of rare or unknown categories of each event, or of each history."""
     found = [
         (column == RARE).sum(axis=tuple(range(1, column.ndim)))
         for name, column in columns.items()

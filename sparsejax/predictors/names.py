@@ -1,14 +1,14 @@
-"""Names in a predictor's file: as bytes, and with the index in which items are found.
+"""Names in a predictor's file, as bytes, with a hash index for item names.
 
 ::
 
-    names.json          {"items": 41}: how many there are of each list
+    names.json          {"items": 41}: number of names in each list
     names/0/text        all names of the first list, in UTF-8
-    names/0/lengths     bytes of each name
-    names/0/shifts      of `NameIndex`, for items alone
-    names/0/table       so, too
+    names/0/lengths     number of bytes of each name
+    names/0/shifts      array of `NameIndex`, for items only
+    names/0/table       array of `NameIndex`, for items only
 
-As JSON, two million names would take seconds to be read and indexed.
+Reading and indexing two million names as JSON would take seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparsejax.data.files.names import as_names
 from sparsejax.predictors import archive
 
 COUNTS = "names.json"
-ITEMS = "items"  # the vocabulary of a file that has names
+ITEMS = "items"  # the list of item names in a file
 _LENGTH, _TABLE = "<u4", "<i4"
 _INDEX = "shifts", "table"
 
@@ -32,7 +32,7 @@ _INDEX = "shifts", "table"
 def parts(
     vocabularies: Mapping[str, Sequence[str]],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of a file, by the names of their parts."""
+    """The arrays to store in a file, by part name."""
     for number, (name, some) in enumerate(vocabularies.items()):
         table = NameTable.of(as_names(some))
         where = f"names/{number}"
@@ -48,17 +48,17 @@ def counts(parts: zipfile.ZipFile, length: int) -> dict[str, int]:
 
     Args:
       parts: the archive.
-      length: bytes of the file, which bound the size of the names.
+      length: size of the file in bytes, which bounds the size of the names.
 
     Raises:
-      ValueError: the numbers are damaged.
+      ValueError: the numbers are invalid.
     """
     document = archive.read_json(parts, COUNTS, length)
     return codec.value(dict[str, int], document, COUNTS)
 
 
 def part_names(counts: Mapping[str, int]) -> set[str]:
-    """The parts that `read` reads."""
+    """Names of the parts that `read` reads."""
     return {
         f"names/{number}/{part}"
         for number, name in enumerate(counts)
@@ -69,15 +69,15 @@ def part_names(counts: Mapping[str, int]) -> set[str]:
 def read(
     parts: zipfile.ZipFile, counts: Mapping[str, int], length: int
 ) -> dict[str, NameTable]:
-    """The names of a file.
+    """Reads all names of a file.
 
     Args:
       parts: the archive.
-      counts: how many there are, see `counts`.
-      length: bytes of the file, which bound the size of the names.
+      counts: number of names in each list, see `counts`.
+      length: size of the file in bytes, which bounds the size of the names.
 
     Raises:
-      ValueError: they are damaged.
+      ValueError: a part with names is damaged.
     """
     return {
         name: _table(parts, f"names/{number}", counts[name], length, name == ITEMS)

@@ -1,4 +1,4 @@
-"""New items of a predictor: their vectors are made from their content."""
+"""Adds new items to a predictor, with vectors computed from their content."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from sparsejax.mesh.layout import padded_rows, without_mesh
 from sparsejax.predictors.signature import LABEL, Array, NewItems, Signature
 from sparsejax.sparse import unit_rows
 
-TAGS = "tags"  # the names of the tags, beside those of the items
-# Below this norm a vector has no direction, as in the layer.
+TAGS = "tags"  # the list of tag names in a file
+# A vector with a smaller norm counts as zero, as in the model's layer.
 _MIN_NORM = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Content:
-    """The parts that make vectors of new items: kernels, and the tags that they have rows for.
+    """Parts to compute vectors of new items: kernels, and the tags that have rows in them.
 
     Attributes:
       stated: description of the content in the signature.
-      known: content of no items, with all tags.
+      known: content without items, with all known tags.
       kernels: kernels of tags and of vectors, as `NewItems.arrays` describes them.
     """
 
@@ -47,13 +47,13 @@ class Content:
         vocabularies: Mapping[str, Names],
         kernels: Iterable[np.ndarray],
     ) -> Content | None:
-        """The content of a file, if it has some.
+        """Reads the content parts of a file; None if it has none.
 
         Raises:
-          ValueError: there are other tags than the signature has rows for.
+          ValueError: the number of tags differs from the number of rows in the signature.
         """
         stated, names = signature.new_items, vocabularies.get(TAGS)
-        if stated is None:  # names of tags are then a column of clicks
+        if stated is None:  # then the list of tag names belongs to a column of clicks
             return None
         count = 0 if stated.tag_kernel is None else stated.tag_kernel.shape[0]
         if (0 if names is None else len(names)) != count:
@@ -73,10 +73,10 @@ class Content:
         return cls(stated, known, [*kernels])
 
     def vectors_of(self, features: ItemFeatures, dtype: Any) -> np.ndarray:
-        """The vectors of new items, as `ItemContent` makes those without entries.
+        """Computes vectors of new items, as `ItemContent` does for items without entries.
 
         Args:
-          features: with the tags that are known.
+          features: content of the items, with only known tags.
           dtype: dtype of the items' vectors.
         """
         kernels = iter(self.kernels)
@@ -93,17 +93,17 @@ class Content:
 
 
 def chosen(content: Content, features: ItemFeatures, known: Names) -> ItemFeatures:
-    """The content of the items that are new, in the form of that which is known.
+    """Selects the content of new items, converted to the known tags and vectors.
 
     Args:
       content: content of the predictor.
-      features: content of items, of which some may be known.
-      known: the names of the predictor's items.
+      features: content of items, some of which may be known.
+      known: names of the predictor's items.
 
     Raises:
-      TypeError: the features are something else.
-      ValueError: no item is new, or of none anything is known; or `ItemFeatures.like`
-        finds that the content is another one.
+      TypeError: `features` is not an `ItemFeatures`.
+      ValueError: no item is new, no new item has known content, or `ItemFeatures.like` finds that
+          the content has other columns.
     """
     if not isinstance(features, ItemFeatures):
         raise TypeError(
@@ -119,7 +119,7 @@ def chosen(content: Content, features: ItemFeatures, known: Names) -> ItemFeatur
         )
     features = dataclasses.replace(
         features, item_names=names
-    )  # as the predictor spells them
+    )  # spelled as in the predictor
     some = features.align(new).like(content.known)
     empty = some.is_empty
     if empty.all():
@@ -143,26 +143,27 @@ def extended(
     features: ItemFeatures,
     known: Names,
 ) -> tuple[Signature, list[jax.Array], Names]:
-    """The signature, weights and names of a predictor with further items.
+    """Adds items to a predictor; returns its new signature, weights and names.
 
     Args:
       signature: signature of the predictor.
-      weights: its weights.
+      weights: weights of the predictor.
       content: content of the predictor.
       features: content of the new items, from `chosen`.
-      known: the names of the predictor's items.
+      known: names of the predictor's items.
     """
     assert signature.layer is not None
     kernel, *others = (weights[at] for at in signature.layer_places)
     count, total = features.num_items, len(known) + features.num_items
     vectors = content.vectors_of(features, kernel.dtype)
-    # The norm in the dtype in which the products are, as the layer has it.
+    # The norm is computed from the dtype of the products, as in the layer.
     norms = np.maximum(np.linalg.norm(vectors.astype(np.float32), axis=1), _MIN_NORM)
     factors = np.ones(count, np.float32)
     if content.stated.temperature is not None:
         factors = (1 / (norms * content.stated.temperature)).astype(np.float32)
     if more := kernel.shape[1] - vectors.shape[1]:
-        # A new item has no scores of the linear part. The kernel of both has no scale.
+        # The linear part has no scores for a new item. A kernel that includes this part has no
+        # scale.
         scaled = vectors.astype(np.float32) * factors[:, None]
         vectors = np.pad(scaled, ((0, 0), (0, more))).astype(kernel.dtype)
         factors = np.ones(count, np.float32)
@@ -202,7 +203,7 @@ def extended(
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _longer(array: jax.Array, rows: jax.Array, known: int, room: int) -> jax.Array:
-    """Rows behind the known ones, then zeros."""
+    """The first `known` rows of an array, then new rows, padded with zeros to `room` rows."""
     rest = room - known - len(rows)
     joined = jnp.concatenate([array[:known], rows])
     return jnp.pad(joined, ((0, rest), *((0, 0),) * (array.ndim - 1)))

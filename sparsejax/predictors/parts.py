@@ -1,13 +1,14 @@
-"""Recommendations for a prepared folder in numbered parts, which any scheduler can run.
+"""Recommendations for a prepared folder, in numbered parts that any scheduler can compute.
 
 ::
 
     part-ID-00000.parquet   row, items, scores: for some row groups of the folder
     part-ID-00001.parquet   ...
-    _manifest.json          written when all parts are there
+    _manifest.json          written when all parts are complete
 
-A part is a fixed set of row groups. It appears whole, and it is not written again. `ID` is a
-hash of the predictor, the data and the settings. A folder has the parts of one prediction.
+A part is a fixed set of row groups. Its file is renamed into place when complete, and never
+written again. `ID` is a hash of the predictor, the data and the settings. A folder contains the
+parts of one prediction.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from sparsejax.predictors.files import load_same_predictor, predictor_identity
 from sparsejax.predictors.predictor import Predictor
 
 _VERSION = 1
-# Whatever reads a folder of Parquet skips names that begin so.
+# Readers of Parquet folders skip names that begin with an underscore.
 _MANIFEST = "_manifest.json"
 _KEY = b"sparsejax.recommendations"
-_SHOWN = 10  # numbers of missing parts that a message has
-_AT_ONCE = 16  # parts that are looked for at a time: a store takes long to answer
+_SHOWN = 10  # maximum of numbers of missing parts in a message
+_AT_ONCE = 16  # parts checked at a time, as a store answers slowly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,16 +52,16 @@ class Parts:
     """A prediction in parts; see `Parts.of`.
 
     Attributes:
-      identity: a hash of the predictor, the data and the settings.
-      arguments: arguments of `Parts.of`, as plain values. Another process makes an
-        equal prediction from them, if nothing has changed.
-      predictor: a hash of the predictor's content.
+      identity: hash of the predictor, the data and the settings.
+      arguments: arguments of `Parts.of`, as plain values. From these another process makes an
+          equal prediction, unless files have changed.
+      predictor: hash of the predictor's content.
       data: the prepared folder.
       out: the folder of the parts.
       count: number of parts.
       k: number of items for each row.
-      exclude_seen: whether items that a row already has are not recommended to it.
-      indicator: ignore values.
+      exclude_seen: whether items that a row already has are excluded.
+      indicator: whether values are ignored.
     """
 
     identity: str
@@ -85,20 +86,20 @@ class Parts:
         exclude_seen: bool,
         indicator: bool = False,
     ) -> Parts:
-        """Describes a prediction. Nothing is computed.
+        """Describes a prediction in parts, without computing it.
 
         Args:
-          predictor: a file of `export_predictor`, or its address.
-          data: a folder that `sparsejax.prepare` wrote, or its address.
-          out: a folder, or an address. It is made by the first part.
-          count: number of parts. If there are more than row groups, some are empty.
+          predictor: path or URL of a file written by `export_predictor`.
+          data: path or URL of a folder written by `sparsejax.prepare`.
+          out: path or URL of the output folder, which the first part makes.
+          count: number of parts. If it exceeds the number of row groups, some parts are empty.
           k: number of items for each row.
-          exclude_seen: whether items that a row already has are not recommended to it.
-          indicator: ignore values, as in the training of the model.
+          exclude_seen: whether items that a row already has are excluded.
+          indicator: whether values are ignored, as in the training of the model.
 
         Raises:
-          DataError: `data` is no prepared folder.
-          ValueError: `count` is not positive, or `predictor` is no predictor.
+          DataError: `data` is not a prepared folder.
+          ValueError: `count` is not positive, or `predictor` is not a predictor.
         """
         if count < 1:
             raise ValueError(f"parts must be 1 or more, got {count}")
@@ -134,7 +135,7 @@ class Parts:
         )
 
     def groups(self, part: int) -> list[Group]:
-        """The row groups of a part."""
+        """The row groups that belong to a part."""
         groups = self._groups
         ends = [number * len(groups) // self.count for number in (part, part + 1)]
         return groups[slice(*ends)]
@@ -144,11 +145,11 @@ class Parts:
         return self.data.groups()
 
     def load_predictor(self) -> Predictor:
-        """The predictor.
+        """Loads the predictor.
 
         Raises:
           OSError: the file cannot be read.
-          ValueError: it is damaged, or was replaced.
+          ValueError: the file is damaged, or was replaced.
         """
         return load_same_predictor(self.arguments["predictor"], self.predictor)
 
@@ -159,7 +160,7 @@ class Parts:
         return [part for part in range(self.count) if not complete[part]]
 
     def is_complete(self, part: int) -> bool:
-        """Whether the part is there, whole."""
+        """Whether the file of a part exists. It is complete if it exists."""
         place = self._place(part)
         size = place.size()
         if size is None:
@@ -178,15 +179,15 @@ class Parts:
         """Writes a part, unless it is complete; returns whether it was written.
 
         Args:
-          part: its number, from 0.
-          load: the predictor, such as `load_predictor`. It is called only if the part is
-            written.
+          part: number of the part, from 0.
+          load: function that returns the predictor, such as `load_predictor`. It is called only if
+              the part is written.
 
         Raises:
           DataError: a file of the data is damaged.
           OSError: the part cannot be written.
-          ValueError: there is no such part, or the predictor has no names of items or
-            other ones than the data. Or `out` has parts of another prediction.
+          ValueError: `part` is out of range, or the predictor has no item names or other names
+              than the data. Or `out` has parts of another prediction.
         """
         if not 0 <= part < self.count:
             raise ValueError(
@@ -205,7 +206,7 @@ class Parts:
                 file,
                 schema,
                 compression="zstd",
-                # Other columns hardly repeat: a dictionary would take time and room.
+                # Values of other columns rarely repeat: a dictionary would cost time and space.
                 use_dictionary=["items.list.element"],
                 write_page_checksum=True,
             ) as writer,
@@ -217,8 +218,8 @@ class Parts:
         """Writes the manifest, when all parts are complete.
 
         Raises:
-          ValueError: parts are missing; the message has their numbers. Or `out` has parts
-            of another prediction.
+          ValueError: parts are missing, whose numbers the message gives. Or `out` has parts of
+              another prediction.
         """
         self._check_out()
         missing = self.missing()
@@ -268,7 +269,7 @@ class Parts:
             )
 
     def _check_out(self) -> None:
-        """Raises ValueError if readers of the folder would find other parts, too."""
+        """Raises ValueError if the folder contains parts of another prediction."""
         names = [n for n in self.out.names() if n.startswith("part-")]
         others = [n for n in names if not n.startswith(f"part-{self.identity}-")]
         if others:
@@ -281,10 +282,10 @@ class Parts:
     def _write_groups(
         self, groups: Iterable[Group], predictor: Predictor, writer: pq.ParquetWriter
     ) -> None:
-        """Writes the recommendations for row groups, in their order.
+        """Writes the recommendations for row groups, in order.
 
-        While the device works on a group, a thread writes the last one and reads the next
-        one. So only these three are in memory.
+        While the device processes a group, a thread writes the previous one and reads the next
+        one. So at most three groups are in memory.
         """
         items, _ = _names_of(predictor)
 
@@ -311,7 +312,7 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """The file of a part."""
+    """The manifest's record of a part's file."""
 
     path: str
     size: int | None
@@ -320,7 +321,7 @@ class _Written:
 
 @dataclasses.dataclass(frozen=True)
 class _Manifest:
-    """The content of `_manifest.json` beside its version."""
+    """The content of `_manifest.json`, without its version."""
 
     kind: str
     id: str
@@ -339,15 +340,15 @@ _SCHEMA = pa.schema(
 )
 
 
-# Names are kept as long as the predictor lives: a process may make many small parts.
+# Cached as long as the predictor exists, as a process may write many small parts.
 _named: weakref.WeakKeyDictionary[Predictor, tuple[pa.LargeStringArray, str]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _names_of(predictor: Predictor) -> tuple[pa.LargeStringArray, str]:
-    """The names of its items, and their hash."""
-    assert predictor.items is not None  # it was checked
+    """The names of a predictor's items, and a hash of them."""
+    assert predictor.items is not None  # `write` has checked it
     if predictor not in _named:
         names = to_arrow(predictor.items), vocabulary_hash(predictor.items)
         _named[predictor] = names

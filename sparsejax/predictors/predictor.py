@@ -1,4 +1,4 @@
-"""A model as programs, which predict without Flax and without the model's code."""
+"""A model as compiled programs, which predict without Flax and the model's code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sparsejax.predictors.stored_answer import StoredAnswer
 from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
 
-# Attributes that predictors of some kinds have.
+# Attributes that only predictors of some kinds have.
 _FACTS = {
     *("k", "num_features", "num_items", "items", "events", "users"),
     *("num_dense", "schema", "vocabularies", "requests"),
@@ -36,7 +36,7 @@ _FACTS = {
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Predictor:
-    """A model that `sparsejax.load_predictor` has read, ready to predict.
+    """A model loaded by `sparsejax.load_predictor`.
 
     Predictors of items and of histories recommend:
 
@@ -63,39 +63,38 @@ class Predictor:
     >>> predictor.predict_records({"user": ["bob", None]}).shape
     (2,)
 
-    Methods, arguments and attributes that the kind of the model does not use raise an
-    error: ValueError for a method or an argument, AttributeError for an attribute.
+    Methods, arguments and attributes that do not apply to the kind of the model raise an error:
+    ValueError for a method or an argument, AttributeError for an attribute.
 
-    A program is compiled when it is first needed, which takes a second or more. Call
-    `warm_up` before the first request.
+    A program is compiled when it is first needed, which takes a second or more. Call `warm_up`
+    before the first request to avoid this delay.
 
-    Pickled, it is the path of its file: the other process loads the file itself. It does not
-    work in a process that was forked from the one that has loaded it.
+    A pickled predictor only contains the path of its file, which the other process loads itself. A
+    predictor cannot be used in a process that was forked after it was loaded.
 
     Attributes:
-      signature: its `kind` ("items", "histories", "clicks" or "stages"), and the names, dtypes
-        and shapes of the inputs and outputs of its programs.
-      k: the most items that can be recommended to a row (items and histories).
+      signature: description of the programs: its `kind` ("items", "histories", "clicks" or
+          "stages"), and the names, dtypes and shapes of inputs and outputs.
+      k: largest number of items that can be recommended to a row (items and histories).
       num_features: number of input features (items and histories); with several inputs
         a dict, as the model has it.
       num_items: number of items that are scored (items and histories).
       items: names of the items, or None (items and histories).
-      events: the columns of events and their categories, to read other data with:
-        `read_sequences(path, features=predictor.items, events=predictor.events)` (histories; None
-        if the model reads none).
-      users: the columns of users and their categories, as `read_user_features` takes them; None if
-        the model reads none (histories).
+      events: event columns and their categories, to read other data by: `read_sequences(path,
+          features=predictor.items, events=predictor.events)` (histories; None if the model reads
+          none).
+      users: user columns and their categories, as `read_user_features` takes them; None if the
+          model reads none (histories).
       num_dense: number of dense columns (clicks).
       schema: types of the columns of records; None if the file has none (clicks).
-      vocabularies: for each `VocabularyColumn` its categories (clicks).
-      requests: the columns of requests (two stages).
+      vocabularies: categories of each `VocabularyColumn` (clicks).
+      requests: columns of a request (two stages).
       model: implementation of the methods for this kind.
       names_in_file: names of items and of tags, or the categories of each vocabulary.
-      content: parts that make the vectors of new items; None if the file does not have
-        them.
-      again: function that loads the same file again, see `archive.again`; or None.
-      taken: changes that it has taken from a folder.
-      answer: example with its answer in the file, without changes; or None.
+      content: parts to compute vectors of new items; None if the file has none.
+      again: function that loads the same file again, see `archive.again`, or None.
+      taken: state of `apply_changes`.
+      answer: example with its answer, from the file; None if there is none, or after changes.
     """
 
     signature: Signature
@@ -123,7 +122,7 @@ class Predictor:
 
     @property
     def weights(self) -> list[jax.Array]:
-        """The first argument of the programs, on the device."""
+        """The weights on the device, which are the first argument of the programs."""
         return self.model.programs.weights
 
     def recommend(
@@ -135,28 +134,26 @@ class Predictor:
         exclude_items: Iterable[str] | np.ndarray = (),
         only_items: Iterable[str] | np.ndarray | None = None,
     ) -> Recommendations:
-        """The `k` best of all items for each row, as `sparsejax.recommend` finds them.
+        """Recommends the `k` best of all items to each row, as `sparsejax.recommend` does.
 
-        The last bits of the scores may differ from the result of `sparsejax.recommend`.
-        They also depend on the number of rows in a call, because each program adds in
-        its own order.
+        Scores may differ from those of `sparsejax.recommend` in their last bits. These bits also
+        depend on the number of rows in a call: each program sums in its own order.
 
         Args:
-          inputs: `[rows, num_features]`; or several by name; or histories, for a predictor
-            of a model of histories.
-          k: items per row. The default, and the most, is the `k` that the predictor was
-            exported with.
-          exclude: `[rows, num_items]`, items not to recommend to each row, or the name
-            of an input; see `recommend`.
-          exclude_items: names or ids of items that nobody is recommended.
-          only_items: recommend only these.
+          inputs: `[rows, num_features]` data; several inputs by name; or histories, for a
+              predictor from a history model.
+          k: number of items for each row. The default and the maximum is the `k` of the export.
+          exclude: `[rows, num_items]` items to exclude for each row, or the name of an input; see
+              `recommend`.
+          exclude_items: names or ids of items to exclude for all rows.
+          only_items: names or ids of the only items that may be recommended; None allows all.
 
         Raises:
           FloatingPointError: a score is NaN; the message names the row.
           RuntimeError: this process was forked from one that has loaded a predictor.
-          TypeError: `inputs` or `exclude` has a type that is not supported.
-          ValueError: `inputs` or `exclude` does not fit the model, or they do not fit
-            each other; `k` is too large; the predictor is of clicks.
+          TypeError: `inputs` or `exclude` has an unsupported type.
+          ValueError: `inputs` or `exclude` do not match the model or each other; `k` is too large;
+              the predictor is of clicks.
         """
         which = {"exclude_items": exclude_items, "only_items": only_items}
         return self._method("recommend")(inputs, k=k, exclude=exclude, **which)
@@ -204,7 +201,7 @@ class Predictor:
         exclude_items: Iterable[str] | np.ndarray = (),
         only_items: Iterable[str] | np.ndarray | None = None,
     ) -> list[str] | list[list[str]]:
-        """The names of the `k` best items for a history of names, or for several.
+        """Recommends the `k` best items for a history of item names, or for several histories.
 
         >>> export_predictor(model, "model.predictor", k=2, names=train)
         >>> predictor = load_predictor("model.predictor")
@@ -213,46 +210,46 @@ class Predictor:
         >>> predictor.recommend_names([["/products"], []])
         [['/...', '/...'], ['/...', '/...']]
 
-        A history is a set: a name that occurs twice counts once, and every entry has the
-        value 1. For a model of histories it is a list, the oldest item first, and items may
-        come again with `exclude_seen=False`. Names that the predictor does not know are
-        skipped. A history without any known name is treated as empty, like a new user.
+        A history is a set: a name that occurs twice counts once, and every entry has the value 1.
+        For a history model it is a list, the oldest item first; with `exclude_seen=False` its
+        items can be recommended again. Unknown names are skipped. A history without known names is
+        treated as empty, like that of a new user.
 
         If the model reads columns of events, a history is a list of events, each an object with
         its item, its columns and, if the predictor reads times, its time::
 
             [{"item": "tea", "time": 3, "action": "view", "price": 2.5}, {"item": "rye", ...}]
 
-        A column that an event lacks is missing, and other keys are not read.
+        A column that an event lacks counts as missing, and other keys are ignored.
 
         Args:
-          histories: names of items, `["a", "b"]`, or events; or a list of such lists. An empty
-            list is one history.
-          times: time of each name, for a predictor that reads times: numbers in the
-            unit of the training data, for dates seconds. Times do not fall within a
-            history, and only their differences count. Events have theirs themselves.
-          context: columns that are known of the event to come, if the model reads any: a dict of
-            values, one for all histories or a list of one for each; or a list of dicts.
-          users: columns of the users, if the model reads any, in the same forms. Columns that are
-            left out are missing.
-          k: number of items for each history; by default as many as the predictor was
-            exported with.
-          exclude_seen: whether items of the history are not recommended.
-          unknown: "skip" skips unknown names; "error" raises.
-          exclude_items: names or ids of items that are recommended to nobody.
+          histories: a list of item names, `["a", "b"]`, or of events; or a list of such lists. An
+              empty list is a single history.
+          times: time of each name, for a predictor that reads times: numbers in the unit of the
+              training data, seconds for dates. Times must not decrease in a history, and only
+              their differences matter. Events contain their own times.
+          context: columns known for the next event, if the model reads any: a dict of values, each
+              a single value for all histories or a list with one for each; or a list of dicts.
+          users: user columns, if the model reads any, in the same forms as `context`. Columns that
+              are not given count as missing.
+          k: number of items for each history; by default the `k` of the export.
+          exclude_seen: whether items of a history are excluded from its recommendations.
+          unknown: "skip" ignores unknown names; "error" raises an error.
+          exclude_items: names or ids of items to exclude for all rows.
           only_items: names or ids of the only items that may be recommended; None for all.
 
         Returns:
-          For each history the names of `k` items, best first; fewer if items run out.
+          The names of `k` items for each history, best first; fewer if there are too few
+          candidates.
 
         Raises:
           FloatingPointError: a score is NaN; the message names the row.
           RuntimeError: this process was forked from one that has loaded a predictor.
           TypeError: a name is not a string, or a history is a string.
-          ValueError: a name is unknown, and `unknown` is "error". The predictor was
-            exported without names, its inputs are not its items, or it is of clicks. `k`
-            is too large. There are times and it reads none, or the other way round; or
-            they do not fit the names, fall, or are not finite.
+          ValueError: a name is unknown, and `unknown` is "error". The predictor was exported
+              without names, its inputs are not its items, or it is of clicks. `k` is too large.
+              Times are given but not read, or read but not given; or they do not match the names,
+              decrease, or are not finite.
         """
         options = {"k": k, "exclude_seen": exclude_seen, "times": times}
         options |= {"exclude_items": exclude_items, "only_items": only_items}
@@ -279,7 +276,7 @@ class Predictor:
         exclude_items: Iterable[str] | np.ndarray = (),
         only_items: Iterable[str] | np.ndarray | None = None,
     ) -> Recommendations:
-        """The `k` best items for each record, by a predictor of two stages.
+        """Recommends the `k` best items for each record, by a two-stage predictor.
 
         ::
 
@@ -288,22 +285,21 @@ class Predictor:
             predictor.names(predictor.recommend_records([record], k=5))
 
         Args:
-          records: a table, or a dict of lists or arrays, by the names of columns; or a list of
-            dicts, one a row. The column `items` has the names of the items of each row, as
-            `recommend_names` takes them, and for a predictor that reads times `times` has their
-            times. The others are the columns in `predictor.requests.columns`.
-          k: items per row. The default, and the most, is the `k` that the predictor was
-            exported with.
-          exclude_seen: whether items of the row are not recommended.
-          exclude_items: names or ids of items that nobody is recommended.
-          only_items: recommend only these.
+          records: a table, a dict of lists or arrays by column name, or a list of one dict per
+              row. The column `items` has the names of the items of each row, as `recommend_names`
+              takes them. For a predictor that reads times, `times` has their times. The other
+              columns are `predictor.requests.columns`.
+          k: number of items for each row. The default and the maximum is the `k` of the export.
+          exclude_seen: whether items of a row are excluded from its recommendations.
+          exclude_items: names or ids of items to exclude for all rows.
+          only_items: names or ids of the only items that may be recommended; None allows all.
 
         Raises:
-          DataError: a column has a value that it may not have.
+          DataError: a column has an invalid value.
           FloatingPointError: a score is NaN; the message names the row.
-          TypeError: the records are no columns.
+          TypeError: the records have none of these forms.
           ValueError: a column is missing, a list is too long, `k` is too large, or the predictor
-            is of one stage.
+              has a single stage.
         """
         options = {"k": k, "exclude_seen": exclude_seen}
         options |= {"exclude_items": exclude_items, "only_items": only_items}
@@ -322,76 +318,74 @@ class Predictor:
         clicks: ClickDataset | np.ndarray,
         ids: Mapping[str, np.ndarray | CSR | WideIds] | None = None,
     ) -> Any:
-        """The probability of a click of each example, as `sparsejax.predict`; of several labels
-        a dict with the predictions of each.
+        """Predicts the probability of a click for each example, as `sparsejax.predict`.
 
-        On a CPU the bits are those of `predict`, if both score as many examples at a
-        time. Else the last bits may differ.
+        With several labels, returns a dict with the predictions of each label.
+
+        On a CPU the results are bitwise equal to those of `predict`, if both score equally many
+        examples at a time. Otherwise the last bits may differ.
 
         Args:
-          clicks: a data set; or dense columns `[n, num_dense]`, with `ids`. A data
-            set's ids come from its own vocabulary: read it with the vocabulary of the
-            training data.
-          ids: for each feature int32 `[n]` or `[n, m]`, where -1 is no id, or a `CSR` without
-            values, or `WideIds.ragged` of lists in any order. Of a dynamic table int64,
-            uint64 or `WideIds`, without weights.
+          clicks: a data set; or dense columns `[n, num_dense]`, together with `ids`. The ids of a
+              data set refer to its vocabulary: read it with the vocabulary of the training data.
+          ids: ids of each feature: int32 `[n]` or `[n, m]`, where -1 is no id; a `CSR` without
+              values; or `WideIds.ragged` of lists in any order. For a dynamic table: int64, uint64
+              or `WideIds`, without weights.
 
         Raises:
           FloatingPointError: a probability is NaN; the message names the example.
           RuntimeError: this process was forked from one that has loaded a predictor.
           TypeError: ids are not int32.
-          ValueError: features are missing or unknown, shapes do not fit, an id is outside
-            its table, or the predictor is not of clicks.
+          ValueError: features are missing or unknown, shapes do not match, an id is outside its
+              table, or the predictor is not of clicks.
         """
         return self._method("predict")(clicks, ids)
 
     def predict_records(self, records: Any) -> Any:
-        """The probability of a click of each record, from its columns; see `predict`.
+        """Predicts the probability of a click for each record, from its columns; see `predict`.
 
-        Columns are read as `read_clicks` reads a file, with the vocabularies of the
-        training data. A category that was rare there, or did not occur, has the id of
-        rare ones.
+        Columns are read as `read_clicks` reads a file, with the vocabularies of the training data.
+        A category that was rare or absent there gets the id of rare categories.
 
         Args:
-          records: a table, or a dict of lists or arrays, by the names of columns; or a list of
-            dicts, one an example. None and NaN are missing. Labels are not needed; other columns
-            are not read.
+          records: a table, a dict of lists or arrays by column name, or a list of one dict per
+              example. None and NaN are missing values. Labels are not needed; other columns are
+              ignored.
 
         Raises:
           FloatingPointError: a probability is NaN; the message names the example.
-          TypeError: the records are no columns.
-          ValueError: a column is missing or has a value that it may not have, or the
-            predictor has no schema or is not of clicks.
+          TypeError: the records have none of these forms.
+          ValueError: a column is missing or has an invalid value, or the predictor has no schema
+              or is not of clicks.
         """
         return self._method("predict_records")(records)
 
     def add_items(self, features: ItemFeatures) -> Predictor:
-        """The predictor with new items, of which nothing but their content is known.
+        """Makes a predictor with additional items, of which only the content is known.
 
         ::
 
             export_predictor(model, path, names=train, item_features=features)
             load_predictor(path).add_items(read_item_features("new.csv")).save(path)
 
-        No training is needed: the vector of a new item is that which the model gives an item
-        without entries. So the new items are recommended like the others, which keep their
-        scores. In histories they are skipped, but not recommended again if the items of
-        a row are excluded. The vectors of the known items are then in memory twice.
-        Programs are compiled anew.
+        No training is needed: a new item gets the vector that the model gives an item without
+        entries. New items are recommended like the others, whose scores do not change. In
+        histories new items are skipped, but they are not recommended again if the items of a row
+        are excluded. The vectors of the known items are then in memory twice. Programs are
+        compiled again.
 
-        This predictor stays as it is. `save` writes the result.
+        This predictor is not changed. `save` writes the result.
 
         Args:
-          features: content of items, as `read_item_features` reads it. Known items and
-            unknown tags are left out. New items without known content are left out with
-            a warning.
+          features: content of items, as `read_item_features` reads it. Known items and unknown
+              tags are ignored. New items without known content are skipped with a warning.
 
         Raises:
           RuntimeError: this process was forked from one that has loaded a predictor.
-          TypeError: `features` are something else.
-          ValueError: the predictor was exported without `item_features`, or it is of clicks. No
-            item is new, or nothing is known of any. The content is another one than the
-            model knows.
+          TypeError: `features` is not an `ItemFeatures`.
+          ValueError: the predictor was exported without `item_features`, or is of clicks. No item
+              is new, or no new item has known content. The content has other columns than the
+              model's.
         """
         archive.check_process()
         if self.content is None:
@@ -412,15 +406,14 @@ class Predictor:
             model=model,
             names_in_file=stored,
             again=None,
-            answer=None,  # there may be better items now
+            answer=None,  # new items may change the answer
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the predictor, whole or not at all; `load_predictor` reads it.
+        """Writes the predictor to a file for `load_predictor`; a partial file is never visible.
 
-        It is of use after `add_items`: services and other processes read files. The file has
-        the answer that this predictor gives for an example, which a service compares with its
-        own.
+        Use it after `add_items`, as services and other processes read files. The file contains
+        this predictor's answer to an example, which a service compares with its own.
 
         Raises:
           FloatingPointError: a score is NaN or infinite.
@@ -438,7 +431,8 @@ class Predictor:
         )
 
     def apply_changes(self, folder: str | os.PathLike[str]) -> Changes:
-        """Takes the changes of a folder that `sparsejax.export_changes` writes for its model.
+        """Applies new changes in a folder, written by `sparsejax.export_changes` for the same
+        model.
 
         ::
 
@@ -447,50 +441,52 @@ class Predictor:
                 predictor.apply_changes("changes")  # what has come since the last call
                 time.sleep(5)
 
-        The predictor then answers as the model did at the last export. Other threads may
-        predict meanwhile: a call answers with the weights before or after, never with some of
-        both. An error leaves the predictor as it was. There must be room for a second copy of
-        the weights. A pickled predictor is its file, without changes.
+        Afterwards the predictor answers as the model did at the last export. Other threads may
+        predict meanwhile: each call uses either the weights before or after the changes. After an
+        error the predictor is unchanged. Memory must have room for a second copy of the weights. A
+        pickled predictor refers to its file, without changes.
 
         Args:
-          folder: folder of the changes, always the same one.
+          folder: folder of the changes, which must be the same in each call.
 
         Returns:
-          The last changes that were taken.
+          The last changes that were applied.
 
         Raises:
           OSError: a file cannot be read.
-          ValueError: the predictor is not of clicks, was exported with `table_dtype`,
-            or for another model; or `sparsejax.apply_changes` refuses the changes.
+          ValueError: the predictor is not of clicks, was exported with `table_dtype`, or is of
+              another model; or `sparsejax.apply_changes` rejects the changes.
         """
         archive.check_process()
         with self.taken.lock:
             links = change_folders.chain(folder, self.taken.last)
             if links:
                 weights = self.weights
-                # In one step: a program that starts meanwhile reads the list before or after.
+                # Replaced in one operation: a program that starts meanwhile reads either the old
+                # or new weights.
                 weights[:] = changed_weights(self.signature, weights, links)
                 self.taken.last = links[-1].changes
-            assert self.taken.last is not None  # else there would be a base
+            # the first change in a folder is a complete base
+            assert self.taken.last is not None
             return self.taken.last
 
     def warm_up(self, *, max_items: int | None = None, rows: int = 1) -> None:
-        """Compiles and runs all programs that small requests need, before the first one.
+        """Compiles and runs all programs that small requests need.
 
-        Lists of clicks that are longer than one id on average may need further programs.
+        Click requests whose lists have more than one id on average may need further programs.
 
         Args:
-          max_items: most entries of a row, or of the items excluded for it; 256 by
-            default. Not for clicks.
-          rows: most rows of a request.
+          max_items: largest number of entries in a row, or of items excluded for it; 256 by
+              default. It does not apply to clicks.
+          rows: largest number of rows in a request.
 
         Raises:
-          ValueError: an argument is not positive, or of no use.
+          ValueError: an argument is not positive, or does not apply to the kind of predictor.
         """
         self._method("warm_up")(rows=rows, max_items=max_items)
 
     def _method(self, name: str) -> Callable[..., Any]:
-        """The kind's function for a method."""
+        """The function of the predictor's kind that implements a method."""
         archive.check_process()
         found = getattr(self.model, name, None)
         if found is None:

@@ -1,4 +1,4 @@
-"""Predictors of items: the best items of each row."""
+"""Predictors of items, which recommend the best items to each row."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from sparsejax.predictors.signature import (
 )
 from sparsejax.sparse import CSR, host_rows
 
-# Room for this many entries a row, but at least so many in all.
+# Capacity: this many entries for each row, and at least this many in total.
 _ENTRIES, _LEAST_ENTRIES = 64, 256
 _NO_PLACES = np.empty(0, np.int64)
 NOTHING = CSR(None, np.empty(0, np.int32), np.zeros(1, np.int32), num_cols=1)
 
 
 class NameLists(NamedTuple):
-    """Histories of names, one after the other.
+    """Histories of names, concatenated.
 
     Attributes:
       names: names of all histories.
       indptr: places at which histories begin and end.
-      numbers: numbers of the names among the predictor's items, -1 for unknown ones, if
-        they were found already; else None.
+      numbers: item numbers of the names, -1 for unknown ones, if they are already known; else
+          None.
     """
 
     names: Sequence[str]
@@ -59,10 +59,10 @@ class NameLists(NamedTuple):
 
     @classmethod
     def of(cls, histories: Sequence[Sequence[str]]) -> NameLists:
-        """The same names, as lists.
+        """Concatenates histories.
 
         Raises:
-          TypeError: a history is no list, or a name is no text.
+          TypeError: a history is not a list, or a name is not a string.
         """
         for history in histories:
             if isinstance(history, str) or not isinstance(history, Iterable):
@@ -77,16 +77,16 @@ class NameLists(NamedTuple):
         return cls(names, np.cumsum([0, *map(len, histories)]))
 
     def lists(self) -> list[Sequence[str]]:
-        """The histories as lists."""
+        """The histories as separate lists of names."""
         return [self.names[a:b] for a, b in itertools.pairwise(self.indptr.tolist())]
 
 
 class Known(NamedTuple):
-    """The numbers of the known names of some histories.
+    """Item numbers of the known names in histories.
 
     Attributes:
-      numbers: numbers of the items of all histories, one after the other.
-      indptr: places at which histories begin and end.
+      numbers: item numbers of all histories, concatenated.
+      indptr: offsets at which histories begin and end.
     """
 
     numbers: np.ndarray
@@ -94,17 +94,17 @@ class Known(NamedTuple):
 
     @property
     def rows(self) -> np.ndarray:
-        """The history of each number."""
+        """For each item number, the number of its history."""
         return np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
 
 
 class Beside(NamedTuple):
-    """The columns of the events of some histories.
+    """Event columns and context columns of histories.
 
     Attributes:
-      columns: the columns of the events of known items; and those of the histories, whose
-        names begin with `context/`.
-      unknown: `[histories]` how many of their categories are unknown.
+      columns: event columns of the known items, and context columns of the histories, whose names
+          begin with `context/`.
+      unknown: `[histories]` number of unknown categories in each history.
     """
 
     columns: Mapping[str, np.ndarray]
@@ -112,7 +112,7 @@ class Beside(NamedTuple):
 
 
 def unflattened(features: Features, inputs: Sequence[Any]) -> Any:
-    """The inputs of a program in the form that a model takes."""
+    """Converts the list of inputs of a program to the form that a model takes."""
     if isinstance(features, int):
         return CSR(*inputs[0], num_cols=features)
     return {
@@ -123,17 +123,17 @@ def unflattened(features: Features, inputs: Sequence[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Items:
-    """Recommends to rows of matrices and arrays; see `Predictor` for its methods.
+    """Recommends items to rows of matrices and arrays; see `Predictor` for its methods.
 
     Attributes:
-      has: the requests that it answers, for messages.
+      has: description of the requests that it answers, for messages.
       programs: programs of the predictor.
-      k: most items for a row.
+      k: largest number of items for a row.
       num_features: number of input features; with several inputs a dict.
       num_items: number of items.
-      num_read: the items that the programs know. The others were added later: they are
-        recommended, but not read.
-      table: names of the items, or None.
+      num_read: number of items that the programs know. Later items were added: they are
+          recommended, but ignored in inputs.
+      table: names of the items, with an index, or None.
       items: names of the items as an array.
     """
 
@@ -151,10 +151,10 @@ class Items:
     def of(
         cls, signature: Signature, vocabularies: Mapping[str, NameTable]
     ) -> Callable[[Programs], Self]:
-        """A function that makes it of programs whose signature `of_ranking` has made.
+        """A function that makes this object from programs. `of_ranking` made their signature.
 
         Raises:
-          ValueError: it is another one, or there are other names.
+          ValueError: the signature is of another kind, or the file has other lists of names.
         """
         if not signature.inputs or not signature.outputs or signature.stacks:
             raise ValueError(f"{LABEL} is not that of a recommender")
@@ -189,10 +189,10 @@ class Items:
     def recommend(
         self, inputs: Any, *, k: int | None, exclude: Any, **which: Any
     ) -> Recommendations:
-        """The best items for each row."""
+        """Recommends the best items to each row."""
         denied = denied_items(self.num_items, self.items, **which)
         if exclude is inputs:
-            exclude = "inputs"  # its name where it is the only one
+            exclude = "inputs"  # the name of a single input
         exclude = self._excluded(exclude, inputs)
         shown = _on_host(self._inputs(inputs))
         x = shown.rows
@@ -220,7 +220,7 @@ class Items:
         columns: Mapping[str, Any] | None = None,
         **which: Any,
     ) -> list[str] | list[list[str]]:
-        """The names of the best items for histories of names."""
+        """Recommends items to histories of names; returns their names."""
         if unknown not in ("skip", "error"):
             raise ValueError(f'unknown is "skip" or "error", got {unknown!r}')
         if isinstance(histories, str):
@@ -252,7 +252,7 @@ class Items:
         return names[0] if one else names
 
     def names(self, found: Recommendations) -> list[list[str]]:
-        """The names of recommended items."""
+        """The names of the recommended items."""
         return found.names(self._item_names())
 
     def extended(
@@ -261,13 +261,13 @@ class Items:
         vocabularies: Mapping[str, Names],
         weights: Sequence[jax.Array],
     ) -> Self:
-        """The same with further items, see `new_items.extended`."""
+        """A copy with additional items, see `new_items.extended`."""
         programs = Programs.of(signature, self.programs.code, weights)
         tables = {name: NameTable.of(some) for name, some in vocabularies.items()}
         return type(self).of(signature, tables)(programs)
 
     def warm_up(self, *, rows: int, max_items: int | None) -> None:
-        """Compiles and runs all programs for requests of so many rows and entries."""
+        """Compiles and runs all programs for requests with up to this many rows and entries."""
         max_items = 256 if max_items is None else max_items
         check_positive(max_items=max_items, rows=rows)
         nothing = self.programs.nothing
@@ -280,17 +280,17 @@ class Items:
             _ = self._columns
 
     def room(self, rows: int, entries: int) -> int:
-        """The room for entries of a program, see `Programs.run`."""
+        """The capacity for entries to run a program with, see `Programs.run`."""
         return room_for(entries, max(_LEAST_ENTRIES, _ENTRIES * rows))
 
     @property
     def first(self) -> Items:
-        """The stage that reads the items of a row: of one stage itself."""
+        """The stage that reads the items of a row; for a single stage, this object."""
         return self
 
     @property
     def reads_times(self) -> bool:
-        """Whether a history needs the times of its items."""
+        """Whether a history must have the times of its items."""
         return False
 
     def rows_of_names(
@@ -304,28 +304,28 @@ class Items:
         only: NameLists | None = None,
         columns: Mapping[str, Any] | None = None,
     ) -> tuple[list[Rows], np.ndarray]:
-        """Histories of names as the programs take them; and how many of each are unknown.
+        """Converts histories of names to inputs of the programs; returns also unknown counts.
 
-        Unknown names of `exclude` and `only` count, and unknown categories of events, too.
+        The counts `[histories]` include unknown names in `exclude` and `only`, and unknown
+        categories of events.
 
         Args:
           histories: names of the items of each history.
           times: time of each name, for a predictor that reads times.
-          values: value of each name, for a model of items; 1 by default.
-          exclude: for each history further names that are not recommended.
-          exclude_seen: whether items of a history are not recommended to it.
-          only: for each history the names of the only items that are ranked. The rows
-            are then inputs of `Programs.only`.
-          columns: for a predictor that reads columns of events, the cells of each column for
-            all names, one after the other; and of each column `context/NAME` for the histories.
-            Likewise columns `users/NAME`; "users/" are `Events` of known users, in which these
-            columns replace others.
+          values: value of each name, for an item model; 1 by default.
+          exclude: for each history, names of further items to exclude.
+          exclude_seen: whether the items of a history are excluded from its recommendations.
+          only: for each history, names of the only items to rank. The result is then for
+              `Programs.only`.
+          columns: for a predictor that reads event columns, the values of each column for all
+              names, concatenated. `context/NAME` is a column with a value for each history, and so
+              is `users/NAME`. "users/" is an `Events` of known users, in which these columns
+              replace others.
 
         Raises:
           TypeError: a name is not a string, or a history is a string.
-          ValueError: a name is unknown, and `unknown` is "error"; or values or times do
-            not fit the names, are not finite, or a value is given for a name that comes
-            twice.
+          ValueError: a name is unknown, and `unknown` is "error"; or values or times do not match
+              the names, are not finite, or a value is given for a repeated name.
         """
         self._check_names_suffice(times)
         asked = _as_lists(histories)
@@ -356,13 +356,14 @@ class Items:
         return [*self._matrices(shown), matrix], unknown
 
     def example(self) -> list[Rows]:
-        """A row of a few items, as the programs take it, for `StoredAnswer`."""
+        """An input row with a few items, for `StoredAnswer`."""
         return [_example_of(each) for each in self.programs.inputs]
 
     def rows_of_items(self, names: Sequence[str]) -> tuple[list[Rows], np.ndarray]:
-        """Items by name as `similar_programs` takes them; and which of them are unknown.
+        """Converts item names to inputs of `similar_programs`; returns also a mask of unknown
+        names.
 
-        In place of an unknown one is the first item.
+        The first item takes the place of an unknown one.
         """
         numbers = self._columns.find(names).astype(np.int32)
         unknown = numbers < 0
@@ -381,15 +382,15 @@ class Items:
     @functools.cached_property
     def _columns(self) -> Places:
         self._item_names()
-        assert self.table is not None  # else there are no names
+        assert self.table is not None  # without names, such requests are rejected
         return Places(self.table.index)
 
     def _excluded(self, exclude: Any, inputs: Any) -> Any:
-        """The argument `exclude`, where `inputs` are of this kind."""
+        """Converts the argument `exclude`, given the argument `inputs`."""
         return exclude
 
     def _inputs(self, inputs: Any) -> Inputs:
-        """The argument `inputs`."""
+        """Converts the argument `inputs`."""
         if hasattr(inputs, "to_sparse"):
             raise ValueError(
                 "this predictor is not of a model of histories; pass data.to_sparse()"
@@ -399,10 +400,10 @@ class Items:
     def _columns_of(
         self, lists: NameLists, columns: Mapping[str, Any] | None
     ) -> Beside | None:
-        """The columns of the events of some histories.
+        """The event columns of histories.
 
         Raises:
-          ValueError: the model reads no such columns.
+          ValueError: the model does not read such columns.
         """
         if columns is not None:
             raise ValueError("the predictor reads no columns of events; leave them out")
@@ -411,11 +412,11 @@ class Items:
     def _shown(
         self, known: Known, matrix: CSR, times: np.ndarray | None, beside: Beside | None
     ) -> Inputs:
-        """Histories of known items as inputs."""
+        """Converts histories of known items to inputs."""
         return Inputs({"inputs": NamedCSR("histories", matrix)}, alone=True)
 
     def _check_names_suffice(self, times: object) -> None:
-        """Raises ValueError unless the model reads exactly names, and times if they are given."""
+        """Raises ValueError unless names, with times if given, are all that the model reads."""
         if times is not None:
             raise ValueError("the predictor reads no times; leave out times")
         if isinstance(self.num_features, Mapping):
@@ -430,7 +431,7 @@ class Items:
             )
 
     def _known_of(self, lists: NameLists) -> Known:
-        """The numbers of the known items of each history, in its order."""
+        """The item numbers of the known names of each history, in order."""
         if lists.numbers is not None:
             numbers = lists.numbers.astype(np.int64)
         else:
@@ -444,7 +445,7 @@ class Items:
     def _times_of(
         self, histories: Sequence[Sequence[str]], times: Sequence[Sequence[float]]
     ) -> np.ndarray:
-        """The times of the known items of all histories."""
+        """The times of the known items of all histories, concatenated."""
         if isinstance(times, str) or len(times) != len(histories):
             raise ValueError(
                 f"there are {len(histories):,} histories, and times of {len(times):,}"
@@ -471,7 +472,7 @@ class Items:
         values: Sequence[Sequence[float]],
         known: Known,
     ) -> np.ndarray:
-        """The values of the known items, in the order of `_matrix_of`."""
+        """The values of the known items, in the order of the entries of `_matrix_of`."""
         columns, found = self._columns, []
         counts = np.diff(known.indptr).tolist()
         for names, given, count in zip(histories, values, counts, strict=True):
@@ -491,21 +492,22 @@ class Items:
         return np.array(found, np.float32)
 
     def _matrix_of(self, *known: Known, rows: int | None = None) -> CSR:
-        """`[histories, num_items]`: which items each history has, in one of these or more.
+        """`[histories, num_items]` indicator matrix: items that a history has in any of `known`.
 
         Args:
-          known: histories.
-          rows: their number; by default the number of rows of the first.
+          known: one or more lists of histories.
+          rows: number of histories; by default that of the first list.
         """
         rows = len(known[0].indptr) - 1 if rows is None else rows
-        if rows == 1:  # most requests have one: there a few calls of NumPy are much
+        # most requests have one row, for which a few calls of NumPy cost much
+        if rows == 1:
             firsts, keys = [], [each.numbers for each in known]
         else:
             firsts = [each.rows * self.num_items for each in known]
             pairs = zip(firsts, known, strict=True)
             keys = [first + each.numbers for first, each in pairs]
         places = keys[0] if len(keys) == 1 else np.concatenate([_NO_PLACES, *keys])
-        # Several times as fast as np.unique.
+        # Sorting here is several times as fast as np.unique.
         places = np.sort(places)
         is_again = places[1:] == places[:-1]
         has_again = is_again.any()
@@ -513,16 +515,16 @@ class Items:
             places = places[np.concatenate([[True], ~is_again])]
         if rows == 1:
             indices, indptr = places.astype(np.int32), np.array([0, len(places)])
-        elif len(known) == 1 and not has_again:  # as mostly: each row has its entries
+        elif len(known) == 1 and not has_again:  # usually: rows are complete
             indices, indptr = (places - firsts[0]).astype(np.int32), known[0].indptr
         else:
             indptr = np.searchsorted(places, np.arange(rows + 1) * self.num_items)
             indices = (places % self.num_items).astype(np.int32)
-        # Not checked: it is a CSR by the way it is made.
+        # Not validated, as the construction above makes a valid CSR.
         return CSR.tree_unflatten(self.num_items, (None, indices, indptr, None))
 
     def _without(self, matrix: CSR, unwanted: CSR) -> CSR:
-        """A result of `_matrix_of`, without the entries of another one."""
+        """A result of `_matrix_of`, from which the entries of another one are removed."""
         keys, others = (
             np.repeat(np.arange(each.num_rows), np.diff(each.indptr)) * self.num_items
             + each.indices
@@ -582,7 +584,7 @@ class Items:
         return collect(x, k, counts, results())
 
     def _matrices(self, shown: Inputs) -> list[Any]:
-        """The inputs in the order of the programs, without the excluded items."""
+        """Lists the inputs in the order of the programs, without the excluded items."""
         *inputs, _ = self.programs.inputs
         found = [shown.parts[each.name or "inputs"].matrix for each in inputs]
         if self.num_read == self.num_items:
@@ -594,7 +596,7 @@ class Items:
         ]
 
     def _read(self, matrix: Any) -> CSR:
-        """A matrix without the items that the programs do not know."""
+        """Removes the columns of items that the programs do not know."""
         kept = matrix.indices < self.num_read
         before = np.concatenate([[0], np.cumsum(kept)])
         data = None if matrix.data is None else matrix.data[kept]
@@ -603,21 +605,24 @@ class Items:
 
 
 def _lengths(indptr: np.ndarray) -> np.ndarray:
-    """The number of entries of each row. For a few rows `np.diff` takes five times as long."""
+    """The number of entries of each row. For a few rows, `np.diff` would take five times as
+    long.
+    """
     return indptr[1:] - indptr[:-1]
 
 
 def some_of(count: int) -> np.ndarray:
-    """At most three numbers in `[0, count)`, and at most a third of them, but at least one."""
+    """Up to three numbers in `[0, count)`: at most a third of `count`, but at least one."""
     return np.linspace(0, count - 1, max(1, min(3, count // 3))).astype(np.int32)
 
 
 def _example_of(like: Array) -> Rows:
-    """A row of an input."""
+    """An example row of an input."""
     if like.sparse:
         ids = some_of(like.shape[-1])
         return Entries(None, ids, np.array([0, len(ids)]))
-    numbers = np.linspace(0, 1, math.prod(like.shape))  # integers are then 0 or 1
+    # for integers, these become 0 or 1
+    numbers = np.linspace(0, 1, math.prod(like.shape))
     return numbers.reshape(1, *like.shape).astype(like.like.dtype)
 
 
@@ -626,7 +631,7 @@ def _as_lists(histories: NameLists | Sequence[Sequence[str]]) -> NameLists:
 
 
 def _on_host(inputs: Inputs) -> Inputs:
-    """The same inputs in NumPy."""
+    """Copies inputs to the host, as NumPy arrays."""
     parts = {
         name: _part_on_host(part) if isinstance(part, NamedCSR) else part
         for name, part in inputs.parts.items()
@@ -635,7 +640,7 @@ def _on_host(inputs: Inputs) -> Inputs:
 
 
 def _part_on_host(part: NamedCSR) -> NamedCSR:
-    """The same input in NumPy. A matrix that was on the device is checked."""
+    """Copies an input to the host, as NumPy arrays. A matrix from the device is validated."""
     matrix = part.matrix
     if isinstance(matrix.indices, np.ndarray):
         return part

@@ -1,4 +1,4 @@
-"""Programs on the device: which of them answer a request, and its rows as their arguments."""
+"""Programs on the device: chooses those that answer a request, and prepares their arguments."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from sparsejax.ops.top_k import top_k
 from sparsejax.predictors.signature import Array, Signature
 from sparsejax.sparse import CSR
 
-# There are programs for 1, 8, 64, ... rows. So there are few to compile, and requests that
-# fill less than half of a program use smaller ones.
+# Programs exist for 1, 8, 64, ... rows. So few are compiled, and a request that fills less than
+# half of a program uses smaller ones.
 _ROWS_STEP = 8
-# Larger rooms for entries are 4, 16, 64, ... times as large. An entry of room costs some
+# Capacities for entries are multiplied by 4 from one to the next. Each unused entry costs a few
 # nanoseconds.
 _ROOM_STEP = 4
 
@@ -42,9 +42,9 @@ def sizes_of_programs(largest: int) -> tuple[int, ...]:
 
 
 def sizes_for(rows: int, programs: Collection[int]) -> list[int]:
-    """The sizes of the programs for a number of rows.
+    """The sizes of the programs that answer a request with a number of rows.
 
-    All but the last are full; the last is at least half full, unless there is no smaller one.
+    All but the last are full. The last is at least half full, unless no program is smaller.
     """
     sizes = []
     while rows > 0:
@@ -56,7 +56,7 @@ def sizes_for(rows: int, programs: Collection[int]) -> list[int]:
 
 
 def room_for(entries: int, least: int) -> int:
-    """The smallest room for these entries. There are few sizes of rooms."""
+    """The smallest capacity for these entries, of a small set of capacities."""
     room = least
     while room < entries:
         room *= _ROOM_STEP
@@ -64,7 +64,7 @@ def room_for(entries: int, least: int) -> int:
 
 
 class Entries(NamedTuple):
-    """A matrix as a `CSR` has it, whose entries are in any order within a row."""
+    """A matrix in CSR form, whose entries are in any order inside a row."""
 
     data: np.ndarray | None
     indices: np.ndarray
@@ -76,21 +76,21 @@ Rows = CSR | Entries | np.ndarray
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Programs:
-    """The programs of a predictor, each compiled when it is first needed.
+    """The programs of a predictor, each compiled at its first use.
 
     Attributes:
-      inputs: their second argument.
-      by_rows: for each number of rows, `(weights, inputs) -> outputs`, see
-        `programs`. Each is compiled for some numbers of entries.
-      weights: their first argument, on the device.
+      inputs: descriptions of the arrays in their second argument.
+      by_rows: a function `(weights, inputs) -> outputs` for each number of rows, see `programs`.
+          Each is compiled for several capacities for entries.
+      weights: first argument of the programs, on the device.
       code: exported StableHLO of the programs.
-      only: the programs, but with the only items that are ranked as last input, in
-        place of excluded items; None if the output layer is part of the programs.
-      denies: whether the last weight is a mask for `deny`. Before it come the items in
-        int8, where they are read first, see `coarse_items`.
-      signature: signature of the predictor; None if they do not stand for its file.
-      tells_of_passes: whether the outputs end with a number that is not 0 if the items in int8
-        did not prove the answer.
+      only: the same programs with other last inputs: the only items to rank, in place of excluded
+          items. None if the output layer is part of the programs.
+      denies: whether the last weight is a mask for `deny`. The arrays of int8 items, if there are
+          any, come before it, see `coarse_items`.
+      signature: signature of the predictor; None if the programs do not belong to its file.
+      tells_of_passes: whether the last output is a number that is not 0 if the int8 items were not
+          sufficient to prove the answer.
     """
 
     inputs: tuple[Array, ...]
@@ -111,15 +111,18 @@ class Programs:
         *,
         denies: bool = False,
     ) -> Programs:
-        """Puts weights on the device; with `denies` also a mask of excluded items, for `deny`."""
+        """Copies weights to the device; with `denies` also a mask of excluded items, for
+        `deny`.
+        """
         own = len(signature.weights)
         on_device = jax.device_put(list(weights))
-        # Other programs of these weights may have made these: then they are taken over.
+        # Other programs with these weights may have made these arrays: then they are shared.
         on_device[own:] = coarse_items(signature, on_device)
         coarse = len(on_device) > own
         if denies:
-            assert signature.layer is not None  # else there is nothing to deny
-            # The kernel may have more rows than there are items.
+            # without a layer, nothing can be excluded
+            assert signature.layer is not None
+            # The kernel may be padded with rows beyond the items.
             rows = len(on_device[signature.layer.kernel])
             on_device.append(_denied(rows, np.empty(0, np.int32)))
 
@@ -132,7 +135,7 @@ class Programs:
         return made(_best_of_all, only)
 
     def batches(self, rows: int) -> list[tuple[int, slice]]:
-        """The sizes of the programs for a number of rows, and the rows of each."""
+        """The sizes of the programs for a number of rows, and a slice with the rows of each."""
         sizes = sizes_for(rows, self.by_rows)
         starts = itertools.accumulate(sizes, initial=0)
         return [
@@ -141,43 +144,45 @@ class Programs:
         ]
 
     def sizes_up_to(self, rows: int) -> list[int]:
-        """The sizes of all programs that requests of at most so many rows use."""
+        """The sizes of all programs that requests of up to `rows` rows use."""
         most = min(rows, max(self.by_rows))
         sizes = (sizes_for(n, self.by_rows) for n in range(1, most + 1))
         return sorted({*itertools.chain(*sizes)})
 
     def steady(self) -> Programs:
-        """The same programs, whose weights stay these if others take their place."""
+        """A copy that keeps the current weights, even if the weights of these programs are
+        replaced.
+        """
         return dataclasses.replace(self, weights=[*self.weights])
 
     def denying(self, signature: Signature) -> Programs:
-        """These programs, prepared for `deny`. The output layer must be apart from them."""
+        """A copy prepared for `deny`. The output layer must be separate from the programs."""
         return Programs.of(signature, self.code, self.weights, denies=True)
 
     def deny(self, items: np.ndarray) -> None:
-        """Excludes these items in all rows from now on, and no others.
+        """Excludes these items, and no others, for all rows from now on.
 
-        Compiled programs stay. A batch excludes either the items before, or these.
+        Nothing is compiled again. A batch uses either the earlier exclusions or these.
 
         Args:
-          items: their ids.
+          items: ids of the items.
         """
         assert self.denies
-        # Whoever compiled a program holds this list, too, as does `only`.
+        # Compiled programs and `only` hold this list, too, so it is changed in place.
         self.weights[-1] = _denied(len(self.weights[-1]), items)
 
     @property
     def can_deny(self) -> bool:
-        """Whether items can be excluded in all rows: by `without`, or `denying`."""
+        """Whether items can be excluded for all rows, by `without` or `denying`."""
         return self.signature is not None and self.signature.layer is not None
 
     def without(self, items: np.ndarray) -> Programs:
-        """The programs with the present weights, with these items excluded in all rows.
+        """A copy with the current weights, in which these items are excluded for all rows.
 
-        Items that were excluded before remain so.
+        Items that were excluded before stay excluded.
 
         Args:
-          items: their ids. The output layer must be apart from the programs.
+          items: ids of the items. The output layer must be separate from the programs.
         """
         assert self.signature is not None and self.signature.layer is not None
         weights = [*self.weights]
@@ -196,17 +201,17 @@ class Programs:
         return _by_rows(self.signature, self.code, _best_of_all, True)
 
     def run(self, size: int, given: Sequence[Rows], room: int) -> Any:
-        """The outputs for a batch. Does not wait for them.
+        """Starts computing the outputs for a batch, without waiting for them.
 
         Args:
           size: number of rows of the program.
-          given: for each input at most so many rows of it, on the host.
-          room: capacity for entries, at least that of each matrix.
+          given: for each input up to `size` rows, on the host.
+          room: capacity for the entries of each matrix.
         """
         arguments = self.arguments(size, given, room)
-        with without_mesh():  # programs are for one device
+        with without_mesh():  # programs run on one device
             found = self.by_rows[size](self.weights, arguments)
-        # The number that tells of passes is for `serving.engine`.
+        # Only `serving.engine` uses the last output of `tells_of_passes`.
         return found[: len(found) - self.tells_of_passes]
 
     def arguments(self, size: int, given: Sequence[Rows], room: int) -> list[Any]:
@@ -215,11 +220,11 @@ class Programs:
         return [_argument(like, each, size, room) for like, each in pairs]
 
     def compiled(self, size: int, room: int) -> Callable[[Any], Any]:
-        """The program for one shape, compiled now.
+        """Compiles the program for one size and capacity now.
 
-        It takes `arguments`, and only of this shape, as `in_one_array` has them. Its outputs are
-        so, too; `apart` takes them from there. Each array that is copied to or from a GPU
-        takes tens of microseconds, however small it is.
+        It takes `arguments` of this shape, joined by `in_one_array`. Its outputs are joined, too;
+        `apart` separates them. A single array is used because each copy to or from a GPU takes
+        tens of microseconds, however small the array is.
         """
         likes, tree = jax.tree.flatten(self.arguments(size, self.nothing, room))
         program = self.by_rows[size].__wrapped__
@@ -236,7 +241,7 @@ class Programs:
 
     @property
     def nothing(self) -> list[Rows]:
-        """No rows of each input."""
+        """For each input, zero rows."""
         none = Entries(None, np.empty(0, np.int32), np.zeros(1, np.int32))
         return [
             none if each.sparse else np.zeros((0, *each.shape), each.dtype)
@@ -245,10 +250,10 @@ class Programs:
 
 
 def in_one_array(arrays: Any) -> Any:
-    """Arrays one after the other, as int32 `[words]`; or a list of them, see `apart`.
+    """Joins arrays to a single int32 array `[words]`, or to a list of arrays, see `apart`.
 
     Args:
-      arrays: a tree of arrays of NumPy or JAX.
+      arrays: a tree of NumPy or JAX arrays.
     """
     leaves = jax.tree.leaves(arrays)
     if not _are_words(leaves):
@@ -260,12 +265,11 @@ def in_one_array(arrays: Any) -> Any:
 
 
 def apart(given: Any, likes: Sequence[Any]) -> list[Any]:
-    """The arrays in a result of `in_one_array`; for NumPy they are views of it.
+    """Separates a result of `in_one_array` into its arrays, which for NumPy are views.
 
     Args:
-      given: the result: a list of the arrays, unless each element of all of them has
-        four bytes.
-      likes: arrays of the same dtypes and shapes.
+      given: result of `in_one_array`: a list of the arrays unless all elements have four bytes.
+      likes: arrays with the dtypes and shapes of the joined ones.
     """
     if not _are_words(likes):
         return given
@@ -282,7 +286,7 @@ def apart(given: Any, likes: Sequence[Any]) -> list[Any]:
 
 
 def _are_words(arrays: Iterable[Any]) -> bool:
-    """Whether each element has four bytes."""
+    """Whether each element of all arrays has four bytes."""
     return all(np.dtype(each.dtype).itemsize == 4 for each in arrays)
 
 
@@ -292,8 +296,8 @@ def _by_rows(
     best: _Best,
     denies: bool,
 ) -> dict[int, Any]:
-    """`Programs.by_rows`."""
-    with without_mesh():  # programs are for one device
+    """Makes `Programs.by_rows`."""
+    with without_mesh():  # programs run on one device
         options = dict(gpu_options()) or None
     return {
         rows: jax.jit(
@@ -304,12 +308,12 @@ def _by_rows(
 
 
 def coarse_items(signature: Signature, weights: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays of `CoarseItems` that programs take behind the weights; or none.
+    """The arrays of `CoarseItems` that follow the weights, or an empty list.
 
     Args:
       signature: signature of the predictor.
-      weights: arrays on the device. Arrays behind the weights of the signature are
-        already in int8.
+      weights: arrays on the device. If there are more than in the signature, the others are the
+          int8 arrays.
     """
     layer, own = signature.layer, len(signature.weights)
     if layer is None or not layer.int8:
@@ -326,14 +330,14 @@ def coarse_items(signature: Signature, weights: Sequence[jax.Array]) -> list[jax
 
 
 def _denied(rows: int, items: np.ndarray) -> jax.Array:
-    """A bias that denies items: -inf for these, 0 for others, whose scores keep their bits."""
+    """A bias that excludes items: -inf for `items`, 0 for others, whose scores are unchanged."""
     bias = np.zeros(rows, np.float32)
     bias[items] = -np.inf
     return jax.device_put(bias)
 
 
 class _Layer(NamedTuple):
-    """The arrays of an output layer, see `sparsejax.top_k` and `coarse_top_k`."""
+    """Arrays of an output layer, see `sparsejax.top_k` and `coarse_top_k`."""
 
     kernel: jax.Array
     bias: jax.Array | None
@@ -342,15 +346,15 @@ class _Layer(NamedTuple):
     coarse: CoarseItems | None
 
 
-# Ids and scores of the `k` best items, by rows' vectors, the layer, a matrix of items, and k.
-# With items in int8 also whether all others were read.
+# Function of row vectors, the layer, a matrix of items, and k; returns ids and scores of the `k`
+# best items. With int8 items it also returns whether all other items were read.
 _Best = Callable[[jax.Array, _Layer, CSR, int], tuple[jax.Array, ...]]
 
 
 def _best_of_all(
     h: jax.Array, layer: _Layer, exclude: CSR, k: int
 ) -> tuple[jax.Array, ...]:
-    """The best of the items that a matrix does not have."""
+    """The best items among those that are not in the matrix."""
     options = {"bias": layer.bias, "scale": layer.scale, "precision": layer.precision}
     best: Callable[..., tuple[jax.Array, ...]] = top_k
     if layer.coarse is not None:
@@ -362,7 +366,9 @@ def _best_of_all(
 def _best_of_some(
     h: jax.Array, layer: _Layer, only: CSR, k: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The best of the items that a matrix has; it is sorted, so a lower id wins a tie."""
+    """The best items among those in the matrix; ids are sorted, so that ties go to the lower
+    id.
+    """
     ids, rows = jnp.asarray(only.indices), only.row_ids()
     inside = jnp.arange(len(ids)) < only.indptr[-1]
     dtype = accumulator(h.dtype)
@@ -372,7 +378,7 @@ def _best_of_some(
         scores *= layer.scale[ids]
     if layer.bias is not None:
         scores += layer.bias[ids]
-    # NaN comes first, so that it is not overlooked.
+    # NaN ranks first, so that callers find it.
     order = jnp.where(jnp.isnan(scores), -jnp.inf, -scores)
     rows = jnp.where(inside, rows, len(h))
     _, _, ids, scores = lax.sort((rows, order, ids, scores), num_keys=3)
@@ -386,7 +392,7 @@ def _best_of_some(
 def _whole(
     signature: Signature, program: export.Exported, best: _Best, denies: bool
 ) -> Callable[..., Any]:
-    """A program with the output layer behind it, if the file has that apart."""
+    """A program, followed by the output layer if the file stores that separately."""
     stated = signature.layer
     if stated is None:
         return program.call
@@ -421,7 +427,7 @@ def _whole(
 
 
 def _argument(like: Array, given: Rows, rows: int, room: int) -> Any:
-    """Rows of an input, filled up with empty ones, in the dtype of the program."""
+    """Converts rows of an input to the dtype of the program, padded with empty rows."""
     if isinstance(given, np.ndarray):
         return _padded(given.astype(like.dtype, copy=False), rows, like.dtype)
     ends = np.asarray(given.indptr)

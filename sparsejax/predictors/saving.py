@@ -1,11 +1,11 @@
-"""Writes a predictor as one file, see `archive`.
+"""Writes the file of a predictor, see `archive`.
 
 ::
 
     predictor.json      the signature
-    names.json          how many names there are of items and of tags, or of each vocabulary
-    names/0/...         the first of these lists, see `names`
-    answer.json         an example with its answer, see `StoredAnswer`; not in all files
+    names.json          number of names of items and of tags, or of each vocabulary
+    names/0/...         names of the first of these lists, see `names`
+    answer.json         an example with its answer, see `StoredAnswer`; optional
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def save_predictor(
     """Writes a predictor; see `sparsejax.export_predictor` and `archive.save`.
 
     Args:
-      path: the file.
+      path: path of the file.
       signature: signature of the predictor.
       vocabularies: lists of names, by the kind of thing that they name.
-      programs: programs with their numbers of rows.
+      programs: pairs of a number of rows and the program for it.
       weights: the weights of the signature, then the kernels of `Signature.new_items`.
       answer: answer to an example, or None.
     """
@@ -55,7 +55,7 @@ def save_predictor(
 
 
 def add_answer(path: str | os.PathLike[str], answer: StoredAnswer) -> None:
-    """Writes the answer to an example into a file that nobody reads yet.
+    """Writes the answer to an example into a file that no process reads yet.
 
     Raises:
       OSError: the file cannot be written.
@@ -65,6 +65,6 @@ def add_answer(path: str | os.PathLike[str], answer: StoredAnswer) -> None:
 
 
 def in_one_piece(array: jax.Array | np.ndarray) -> Stored:
-    """An array that is small enough to be copied to the host, or is there."""
+    """An array that is copied to the host as one piece, or is already there."""
     like = jax.ShapeDtypeStruct(array.shape, array.dtype)
     return Stored(like, iter([np.asarray(array)]))

@@ -1,4 +1,4 @@
-"""The signature of programs, which the file of a predictor holds as data."""
+"""The signature of programs, stored as JSON in the file of a predictor."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ VERSION = 5
 
 
 class Served(NamedTuple):
-    """The predictors of a kind.
+    """The class that implements predictors of a kind.
 
     Attributes:
-      module: the module of their methods in this package, which is imported when it is needed.
-      name: the class in that module.
-      ranks_items: whether an answer is items, rather than the probability of a click.
+      module: module in this package that has the class; it is imported when needed.
+      name: name of the class.
+      ranks_items: whether answers are items, rather than probabilities of a click.
     """
 
     module: str
@@ -40,11 +40,12 @@ KINDS = {
     "clicks": Served("clicks", "Clicks", ranks_items=False),
     "stages": Served("stages", "Staged"),
 }
-LABEL = "the signature"  # what messages call it
+LABEL = "the signature"  # name of the signature in messages
 Platform = Literal["cpu", "cuda"]
-PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda")  # that programs are written for
+# platforms that programs are compiled for
+PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda")
 
-_MOST_PROGRAMS = 64  # far above what `sizes_of_programs` gives
+_MOST_PROGRAMS = 64  # far above the number in `sizes_of_programs`
 _DTYPES = {
     *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
     *(f"float{bits}" for bits in (16, 32, 64)),
@@ -54,25 +55,25 @@ _OF_ENTRIES = "float32", "uint32", None
 
 
 def _check_sizes(sizes: Sequence[int], least: int) -> None:
-    """Raises ValueError unless sizes are an int32 and not too small."""
+    """Raises ValueError unless sizes fit in int32 and are at least `least`."""
     if not all(least <= size < 2**31 for size in sizes):
         raise ValueError(f"a size of {[*sizes]}; expected {least} or more, below 2^31")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Array:
-    """An array that programs take or give.
+    """An input, output or weight of programs.
 
     Attributes:
-      name: for click models' weights the path in the model; None for other weights, and
-        for the only input of a model that has no names for inputs.
-      dtype: dtype of the values; None if a sparse array has no values. In a sparse
-        array of uint32 an entry is a number of 64 bits, not a column: values are its
-        upper words, and indices its lower ones.
-      shape: shape of a weight; of other arrays the shape of a row. A sparse array has
-        the number of columns, after the number of bags if a row of a request is several
-        rows of the matrix.
-      sparse: whether it is a CSR.
+      name: for weights of click models, the path in the model; None for other weights, and for the
+          single input of a model without input names.
+      dtype: dtype of the values; None for a sparse array without values. In a sparse array of
+          uint32, an entry is a 64-bit id, not a column: values are its high words, and indices its
+          low words.
+      shape: shape of a weight; for other arrays the shape of a row. A sparse array has the number
+          of columns, preceded by the number of bags if a row of a request is several rows of the
+          matrix.
+      sparse: whether the array is a CSR.
     """
 
     dtype: str | None
@@ -88,42 +89,39 @@ class Array:
 
     @classmethod
     def of(cls, array: jax.ShapeDtypeStruct | jax.Array, name: str | None) -> Array:
-        """The description of an array that is not sparse."""
+        """The description of a dense array."""
         return cls(dtype=jnp.dtype(array.dtype).name, shape=array.shape, name=name)
 
     @property
     def like(self) -> jax.ShapeDtypeStruct:
-        """One that is not sparse, as JAX has it."""
+        """The `jax.ShapeDtypeStruct` of a dense array."""
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the values."""
+        """Number of bytes of the values."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     @property
     def bags(self) -> int:
-        """Rows of the matrix for each row of a request."""
+        """Number of matrix rows for each row of a request."""
         return self.shape[0] if len(self.shape) == 2 else 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputLayer:
-    """The layer that ranks the items, of a predictor whose programs end before it.
+    """The output layer, which ranks items, if it is separate from the programs.
 
-    Its arrays are among the weights. The release that reads the file scores and ranks
-    with them, by its own code: `sparsejax.top_k`, with its GPU programs where they run.
+    Its arrays are among the weights. The release that reads the file computes scores and ranks
+    with its own code: `sparsejax.top_k`, with its GPU programs where they can run.
 
     Attributes:
-      dtype: dtype of the operands of the products; the programs return the rows'
-        vectors in it.
-      kernel: the place of the items' vectors among the weights.
-      bias: the place among the weights of the numbers added to scores; None if there
-        are none.
-      scale: the place among the weights of the factors of scores; None if there are
-        none.
+      dtype: dtype of the operands of the products, in which the programs return row vectors.
+      kernel: position of the item vectors among the weights.
+      bias: position among the weights of the numbers added to scores, or None.
+      scale: position among the weights of the factors of scores, or None.
       precision: precision of the products, as for `sparsejax.top_k`.
-      int8: whether a GPU that can do so also holds the items in int8, and reads these first.
+      int8: whether a GPU that supports it also stores the items in int8, and reads these first.
     """
 
     dtype: Literal["bfloat16", "float16", "float32", "float64"]
@@ -134,7 +132,7 @@ class OutputLayer:
     int8: bool = False
 
     def check(self, weights: Sequence[Array], num_items: int) -> None:
-        """Raises ValueError unless these weights have such arrays."""
+        """Raises ValueError unless the weights have arrays that match this layer."""
         places = [at for at in (self.kernel, self.bias, self.scale) if at is not None]
         if not all(0 <= at < len(weights) for at in places):
             raise ValueError(f"an output layer of the weights {places}")
@@ -150,17 +148,17 @@ class OutputLayer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewItems:
-    """How the vector of a new item is made from its content, see `Predictor.add_items`.
+    """The computation of a new item's vector from its content, see `Predictor.add_items`.
 
-    The kernels are float32 arrays `[rows, width]`, which a file has behind the weights.
+    The kernels are float32 arrays `[rows, width]`, stored after the weights in a file.
 
     Attributes:
-      tag_kernel: the rows of tags, if the items have some.
-      vector_kernel: the rows that vectors are multiplied with, if the items have some.
-      vectors: dtype of the items' vectors.
-      numbers: mean and deviation of numbers, as in `ItemFeatures.numbers`.
-      temperature: number by which cosines are divided to give scores; None for dot
-        products.
+      tag_kernel: kernel with a row for each tag, or None.
+      vector_kernel: kernel that content vectors are multiplied with, or None.
+      vectors: dtype of the item vectors.
+      numbers: mean and standard deviation of numbers, as in `ItemFeatures.numbers`.
+      temperature: number by which cosines are divided to give scores; None if scores are dot
+          products.
     """
 
     tag_kernel: Array | None = None
@@ -171,12 +169,12 @@ class NewItems:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """The kernels in the order of the file."""
+        """The kernels, in the order of the file."""
         both = self.tag_kernel, self.vector_kernel
         return tuple(each for each in both if each is not None)
 
     def check(self, width: int) -> None:
-        """Raises ValueError unless it makes vectors for an output layer of this width."""
+        """Raises ValueError unless it computes vectors for an output layer of this width."""
         widths = {each.shape[1:] for each in self.arrays}
         if len(widths) != 1 or not all(
             each.dtype == "float32" and len(each.shape) == 2 for each in self.arrays
@@ -194,17 +192,17 @@ def _is_floating(array: Array) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ClickFeature:
-    """Ids that a stack of tables is read by.
+    """A feature whose ids select rows in a stack of tables.
 
     Attributes:
       name: name of the feature.
-      num_ids: number of ids of its table; for a dynamic table the number of rows.
-      first: the row of its id 0 in the stack, or where a dynamic table begins.
-      bag: its first bag among the bags of an example.
-      length: number of its bags if it stays in order; 0 if it is one bag.
-      drop: whether ids outside the table are left out; else they are an error.
-      last: whether the last `length` ids of a longer list are read; else it is an error.
-      beside: another feature, whose lists must be as long; none by default.
+      num_ids: number of ids in its table; for a dynamic table the number of rows.
+      first: row number of id 0 in the stack, or the first row of a dynamic table.
+      bag: number of its first bag in an example.
+      length: number of its bags if the order of its ids is kept; 0 for a single bag.
+      drop: whether ids outside the table are ignored; otherwise they are an error.
+      last: whether only the last `length` ids of a longer list are read; otherwise it is an error.
+      beside: name of another feature whose lists must have equal lengths, or empty.
     """
 
     name: str
@@ -227,8 +225,8 @@ class ClickTable:
     """A table in a stack.
 
     Attributes:
-      name: with the path of its collection in the model, as changes have it.
-      first: the row of its id 0 in the stack, or where a dynamic table begins.
+      name: name of the table after the path of its collection in the model, as in changes.
+      first: row number of id 0 in the stack, or the first row of a dynamic table.
       num_rows: number of rows of the table.
     """
 
@@ -243,15 +241,15 @@ class ClickTable:
 
 @dataclasses.dataclass(frozen=True)
 class ClickStack:
-    """Tables that lie below each other.
+    """Tables whose rows are concatenated in one kernel.
 
     Attributes:
-      bags: number of bags of an example.
+      bags: number of bags in each example.
       features: features that read the tables.
-      dynamic: whether ids have 64 bits, and the programs find their rows.
-      tables: the tables in the order of their rows, for changes.
-      kernel: the name of the weight with their rows.
-      index: the beginning of the names of the weights with a dynamic table's index.
+      dynamic: whether ids have 64 bits, and the programs look up their rows.
+      tables: tables in the order of their rows, to apply changes.
+      kernel: name of the weight with the rows.
+      index: prefix of the names of the weights with the index of a dynamic table.
     """
 
     bags: int
@@ -268,20 +266,21 @@ class ClickStack:
 
     @property
     def num_rows(self) -> int:
-        """Rows of its tables that ids can name."""
+        """Number of rows in its tables that ids can refer to."""
         return max(f.first + f.num_ids for f in self.features)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stages:
-    """How a request becomes the inputs of the second of two stages.
+    """The conversion of a request to inputs of the second of two stages.
 
     Attributes:
-      history: column of the schema that gets the names of the items of a row; None if there
-        is none.
-      lengths: for each column of categories the number of its ids that are read: the last
-        ones of the history and of columns beside it. A longer list in another column is an error.
-      beside: for each column beside a history that history, whose lists are as long.
+      history: column of the schema that is filled with the item names of a row, or None.
+      lengths: number of ids that are read of each column of categories. Of the history, and
+          columns aligned with it, the last ids are read; a longer list in another column is an
+          error.
+      beside: for each column aligned with a history, the name of that history; the lists have
+          equal lengths.
     """
 
     history: str | None
@@ -297,27 +296,26 @@ class Signature:
     """The inputs and outputs of a predictor, and the arguments of its programs.
 
     Attributes:
-      kind: meaning of a row of a request: "items", "histories" or "clicks"; or "stages", items
-        or a history with columns for the model that ranks the candidates.
-      inputs: arrays of a request: the programs' second argument. If there is an output
-        layer, the last one, the excluded items, goes to that layer instead.
-      outputs: arrays of an answer: the results of the programs, or of the output layer.
-      weights: the programs' first argument.
-      rows: for each program how many rows it takes.
+      kind: meaning of a row of a request: "items", "histories", "clicks", or "stages": items or a
+          history, with columns for the model that ranks the candidates.
+      inputs: arrays of a request, the programs' second argument. If there is an output layer, the
+          last array, the excluded items, is passed to this layer instead.
+      outputs: arrays of an answer, the results of the programs or of the output layer.
+      weights: arrays of the programs' first argument.
+      rows: number of rows that each program takes.
       platforms: platforms that the programs run on, such as "cpu" and "cuda".
       calling_convention: version of the calling convention of the programs, see
         `jax.export`.
-      jax: the version that wrote them.
-      stacks: for clicks, how the ids of features become rows of tables.
-      schema: for clicks and stages, types of the columns of records; None if the file has
-        none.
-      events: for histories, types of the columns of events; None if the model reads none.
-      users: for histories, types of the columns of users; None if the model reads none.
-      stages: for stages, how columns become inputs; else None.
+      jax: version of JAX that wrote the programs.
+      stacks: for clicks, the stacks of tables with the mapping from ids to rows.
+      schema: for clicks and stages, types of the columns of records, or None.
+      events: for histories, types of the event columns; None if the model reads none.
+      users: for histories, types of the user columns; None if the model reads none.
+      stages: for stages, the conversion of columns to inputs; else None.
       layer: the output layer; None if it is part of the programs.
-      added: items behind those that the programs know: only the output layer has them. Its
-        arrays are then the last weights, and no arguments of the programs.
-      new_items: how more of them are added; None if they cannot.
+      added: number of items added after export. Only the output layer has them. Its arrays are
+          then the last weights, and not arguments of the programs.
+      new_items: computation of vectors for new items; None if no items can be added.
     """
 
     kind: str
@@ -362,23 +360,25 @@ class Signature:
 
     @property
     def ranks_items(self) -> bool:
-        """Whether an answer is items, rather than the probability of a click."""
+        """Whether answers are items, rather than probabilities of a click."""
         return KINDS[self.kind].ranks_items
 
     @property
     def beside_items(self) -> Literal["values", "times"]:
-        """The numbers that a request may have beside its items: times if these have an order."""
+        """The kind of numbers that a request may give for its items: "times" if these are
+        ordered.
+        """
         reads_order = any(each.name == HISTORIES for each in self.inputs)
         return "times" if reads_order else "values"
 
     @property
     def program_inputs(self) -> tuple[Array, ...]:
-        """The inputs that the programs take."""
+        """The inputs that are passed to the programs."""
         return self.inputs if self.layer is None else self.inputs[:-1]
 
     @property
     def layer_places(self) -> tuple[int, ...]:
-        """The places of the output layer's arrays among the weights."""
+        """The positions of the output layer's arrays among the weights."""
         if self.layer is None:
             return ()
         places = self.layer.kernel, self.layer.bias, self.layer.scale
@@ -386,21 +386,21 @@ class Signature:
 
     @property
     def program_weights(self) -> tuple[Array, ...]:
-        """The weights that the programs take."""
+        """The weights that are passed to the programs."""
         if not self.added:
             return self.weights
         return self.weights[: len(self.weights) - len(self.layer_places)]
 
     @property
     def program_outputs(self) -> tuple[Array, ...]:
-        """The results of the programs: the outputs, or vectors for the output layer."""
+        """The results of the programs: the outputs, or row vectors for the output layer."""
         if self.layer is None:
             return self.outputs
         width = self.weights[self.layer.kernel].shape[1:]
         return (Array(name="vectors", dtype=self.layer.dtype, shape=width),)
 
     def to_json(self) -> dict[str, Any]:
-        """The signature as a JSON object, for `from_json`."""
+        """The signature as a JSON object, which `from_json` reads."""
         bare = dataclasses.replace(self, schema=None, events=None, users=None)
         document = dataclasses.asdict(bare)
         for name in ("schema", "events", "users"):
@@ -410,10 +410,10 @@ class Signature:
 
     @classmethod
     def from_json(cls, document: codec.Json) -> Signature:
-        """Reads a document of `to_json`.
+        """Reads a document that `to_json` made.
 
         Raises:
-          ValueError: it is not such an object.
+          ValueError: the document is not a valid signature.
         """
         stated = codec.without_version(document, VERSION, LABEL)
         if stated.get("schema") is not None:
@@ -427,12 +427,12 @@ class Signature:
 def of_ranking(
     features: Features, num_items: int, k: int, *, values: bool = False
 ) -> dict[str, Any]:
-    """Inputs and outputs of a signature: ids and scores of `k` items for each row.
+    """Inputs and outputs of a ranking signature: ids and scores of `k` items for each row.
 
     Args:
-      features: number of input features, or of each input.
+      features: number of input features, or a dict with the number for each input.
       num_items: number of items.
-      k: items for each row.
+      k: number of items for each row.
       values: whether items also have values, see `Recommendations`.
     """
     sizes = {None: features} if isinstance(features, int) else features
@@ -452,10 +452,10 @@ def of_ranking(
 
 
 def features_of(inputs: Sequence[Array]) -> Features:
-    """`num_features` of the model that has these inputs, without the excluded items.
+    """`num_features` of the model with these inputs, which here include no excluded items.
 
     Raises:
-      ValueError: no model has them.
+      ValueError: no model has such inputs.
     """
     sizes = {each.name: each.shape[0] if each.sparse else each.like for each in inputs}
     if None not in sizes and sizes:
@@ -466,7 +466,7 @@ def features_of(inputs: Sequence[Array]) -> Features:
 
 
 def reads_histories(features: Features) -> bool:
-    """Whether a model with these features reads the last items of a history."""
+    """Whether a model with these features reads the last items of histories."""
     row = features.get(HISTORIES) if isinstance(features, Mapping) else None
     return isinstance(row, jax.ShapeDtypeStruct) and len(row.shape) == 1
 
@@ -474,7 +474,9 @@ def reads_histories(features: Features) -> bool:
 def of_clicks(
     num_dense: int, stacks: Sequence[ClickStack], schema: ClickSchema | None = None
 ) -> dict[str, Any]:
-    """Inputs and outputs of a signature: a logit for each example, or for each of its labels."""
+    """Inputs and outputs of a click signature: a logit for each example, or for each of its
+    labels.
+    """
     labels = (len(schema.several),) if schema is not None and schema.several else ()
     dense = Array(name="dense", shape=(num_dense,), dtype="float32")
     tables = (

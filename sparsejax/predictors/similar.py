@@ -1,4 +1,4 @@
-"""Items like given items, by the vectors of a predictor's output layer."""
+"""Similar items, by the vectors of a predictor's output layer."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from sparsejax.sparse import CSR
 
 
 def similar_programs(signature: Signature, programs: Programs) -> Programs:
-    """Programs for rows of one item: the items whose vectors have the largest cosine with it.
+    """Programs that return the items with the largest cosine to a given item.
 
-    Their inputs are the number of the item, and the excluded items: at least itself. A
-    vector of
-    zeros has the cosine 0 with all others. Items whose vectors are not finite are left out.
+    Their inputs are the number of the item, and excluded items, among them the item itself. A zero
+    vector has the cosine 0 with all others. Items whose vectors are not finite are excluded.
 
     Args:
       signature: signature of a predictor with an output layer.
-      programs: programs of that predictor, whose weights the result shares. If they
-        exclude items, so does the result.
+      programs: programs of that predictor, whose weights the result shares. The result also
+          excludes the items that they exclude.
     """
     layer = signature.layer
     assert layer is not None
@@ -49,7 +48,7 @@ def similar_programs(signature: Signature, programs: Programs) -> Programs:
         cosines = jnp.where(found < 0, -jnp.inf, cosines * scale[items][:, None])
         return [found.astype(ids.dtype), cosines.astype(scores.dtype)]
 
-    with without_mesh():  # programs are for one device
+    with without_mesh():  # programs run on one device
         options = dict(gpu_options()) or None
     kernel = programs.weights[layer.kernel]
     weights = [
@@ -67,10 +66,10 @@ def similar_programs(signature: Signature, programs: Programs) -> Programs:
 @jax.jit
 @promoting()
 def _scale_and_bias(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One over the norm of each vector; and -inf for those that are not finite."""
+    """The inverse norm of each vector; and a bias of -inf for vectors that are not finite."""
     largest = jnp.max(jnp.abs(kernel).astype(jnp.float32), axis=1)
     finite = jnp.isfinite(largest)
-    # Divided first by the largest number, so that no square leaves float32.
+    # Divided by the largest number first, so that no square overflows or underflows float32.
     unit = jnp.where(finite & (largest > 0), largest, 1)
     norm = jnp.linalg.norm(kernel.astype(jnp.float32) / unit[:, None], axis=1) * unit
     scale = jnp.where(finite & (norm > 0), 1 / norm, 0)

@@ -1,16 +1,16 @@
-"""Programs that predict: functions of arrays as StableHLO, for CPUs and CUDA.
+"""Programs that predict: functions of arrays, compiled to StableHLO for CPUs and CUDA.
 
-A program is called as ``program(weights, inputs)`` and returns its outputs, as the signature
-of the predictor says::
+A program is called as ``program(weights, inputs)`` and returns its outputs, as described by the
+signature of the predictor::
 
     weights    arrays
     inputs     for each sparse input (data, indices, indptr), as in a CSR, or without values
                (indices, indptr); for each dense input its rows, an array
 
-The number of rows is fixed. The caller chooses the room for entries, one number for all
-matrices. A file keeps only the StableHLO of a program. JAX's own form of an exported
-function says more, and a file from elsewhere could say anything there. Here everything
-else follows from the signature, which the file states in JSON.
+The number of rows is fixed. The caller chooses the capacity for entries, one number for all
+matrices. A file stores only the StableHLO of a program. JAX's own format for exported functions
+contains more, which would have to be trusted in a file from elsewhere. Here all else follows from
+the signature, which is JSON.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from jax.interpreters.mlir import lower_fun, make_ir_context
 from sparsejax.mesh.layout import without_mesh
 from sparsejax.predictors.signature import Array, Signature
 
-_BYTECODE = b"ML\xefR"  # first bytes; MLIR would also read text
+_BYTECODE = b"ML\xefR"  # the first bytes of bytecode; MLIR would also accept text
 
-# Custom calls that the compiler replaces by its own operations. Others are refused: a
-# custom call runs whatever is registered under its name, for example a callback into
-# Python.
+# Custom calls that the compiler replaces by its own operations. Others are rejected: a custom call
+# executes whatever is registered under its name, for example a callback into Python.
 _CUSTOM_CALLS = {"shape_assertion", "stablehlo.dynamic_reduce_window"}
 _DIALECTS = {"builtin", "chlo", "func", "stablehlo"}
-# Operations that wait for another device or for the host.
+# Operations that communicate with another device or the host.
 _EXCHANGES = {
     f"stablehlo.{name}"
     for name in (
@@ -60,13 +59,15 @@ _EXCHANGES = {
 
 
 def arguments(signature: Signature, rows: int) -> tuple[list[Any], list[Any]]:
-    """Weights and inputs of a program as shapes and dtypes; the number of entries is dynamic."""
+    """Shapes and dtypes of the weights and inputs of a program; the number of entries is
+    dynamic.
+    """
     weights = [weight.like for weight in signature.program_weights]
     return weights, inputs_like(signature.program_inputs, rows)
 
 
 def inputs_like(inputs: Sequence[Array], rows: int) -> list[Any]:
-    """Inputs of a program, see `arguments`."""
+    """Shapes and dtypes of the inputs of a program, see `arguments`."""
     (entries,) = export.symbolic_shape("entries")
     indices = jax.ShapeDtypeStruct((entries,), jnp.int32)
 
@@ -93,11 +94,12 @@ def program(
       function: function that returns as many arrays as there are `program_outputs`.
 
     Raises:
-      ValueError: the function does something that a program may not do.
+      ValueError: the function contains an operation that is not allowed in a program.
     """
     jitted = _jitted(signature, function)
-    with without_mesh():  # the program is for one device
-        traced = jitted.trace(*arguments(signature, rows))  # errors of the function
+    with without_mesh():  # programs run on one device
+        # raises errors of the function
+        traced = jitted.trace(*arguments(signature, rows))
         with _failures_named(traced.jaxpr):
             exported = _exported(signature, rows, jitted)
             _checked_type(exported.mlir_module_serialized)
@@ -106,11 +108,11 @@ def program(
 
 
 def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
-    """Restores a program that `program` made, from its `mlir_module_serialized`.
+    """Restores a program made by `program` from its `mlir_module_serialized`.
 
     Raises:
-      ValueError: the code is not a program of this signature, or does something that a
-        program may not do, or JAX is too old or too new for it.
+      ValueError: the code is not a program of this signature, contains an operation that is not
+          allowed, or needs an older or newer JAX.
     """
     convention = signature.calling_convention
     oldest = export.minimum_supported_calling_convention_version
@@ -121,7 +123,7 @@ def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
             f"knows {oldest} to {newest}: export it again, or use a newer JAX"
         )
 
-    # One reference serves all programs with these arguments. The rest may have no hash.
+    # All programs with these arguments share one reference. Other fields may not be hashable.
     bare = dataclasses.replace(
         signature,
         stacks=(),
@@ -143,10 +145,10 @@ def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
 
 @functools.lru_cache(maxsize=64)
 def _like(signature: Signature, rows: int, wide: bool) -> export.Exported:
-    """A program of a signature that computes nothing, made where 64-bit types are `wide`.
+    """A program with this signature that computes nothing; `wide` enables 64-bit types.
 
-    It is kept, as a service loads many versions: JAX's caches hold each function that was traced
-    for any number of entries, .6 MB each time.
+    It is cached, because a service loads many versions: JAX's caches keep each function traced for
+    a dynamic number of entries, .6 MB each.
     """
 
     def nothing(*_: Any) -> list[jax.Array]:
@@ -173,9 +175,9 @@ def _exported(signature: Signature, rows: int, jitted: Any) -> export.Exported:
 
 
 def _decomposed(combine: Callable[..., jax.Array], identity: Callable[[Any], Any]):
-    """How a cumulative operation is lowered, on every platform: as JAX does on a CPU.
+    """The lowering of a cumulative operation for all platforms, which JAX uses on a CPU.
 
-    On a GPU JAX has operations of its own for some of them, which no file can hold.
+    On a GPU, JAX lowers some of them to custom calls, which a file must not contain.
     """
 
     def windows(x, *, axis, reverse):
@@ -223,7 +225,7 @@ _DECOMPOSED = (
 
 
 def _with_effects(jaxpr: Any) -> list[str]:
-    """The operations of a traced function that do more than to compute."""
+    """The operations of a traced function that have side effects."""
     names = []
     for equation in jaxpr.eqns:
         inner = [
@@ -239,7 +241,7 @@ def _with_effects(jaxpr: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _failures_named(jaxpr: Any) -> Generator[None]:
-    """While this context is open, a fault that JAX finds raises ValueError of one line."""
+    """While this context is open, an error of JAX raises ValueError with a one-line message."""
     try:
         yield
     except ValueError:
@@ -258,7 +260,7 @@ def _failures_named(jaxpr: Any) -> Generator[None]:
 
 
 def _without_locations(code: bytes) -> bytes:
-    """The same module without the names of the source files."""
+    """A module without the names of source files."""
     stated = re.match(rb"ML\xefR.StableHLO_v([0-9.]+)\0", code, re.DOTALL)
     assert stated is not None
     with make_ir_context():
@@ -269,10 +271,10 @@ def _without_locations(code: bytes) -> bytes:
 
 
 def _checked_type(code: bytes) -> str:
-    """The type of a module's function.
+    """Checks a module and returns the type of its function.
 
     Raises:
-      ValueError: the module does something that a program may not do.
+      ValueError: the module contains an operation that is not allowed in a program.
     """
     with make_ir_context():
         try:
@@ -308,7 +310,7 @@ def _checked_type(code: bytes) -> str:
 
 
 def _made_by(operation: ir.Operation) -> str:
-    """The operation of JAX that became this one, while the program says so."""
+    """The JAX operation from which this operation was lowered, if the program states it."""
     found = re.search(r'^loc\("(?:[^"]*/)?(\w+)"', str(operation.location))
     return f" (of {found[1]})" if found else ""
 

@@ -1,7 +1,7 @@
-"""Predictors of two stages: one model finds candidates, another one ranks them.
+"""Predictors of two stages: one model finds candidates, another model ranks them.
 
-The second stage also reads columns. Columns of items are in the file. The others come with a
-request, and are inputs of the programs whose names begin with `SECOND`.
+The second stage also reads columns. Item columns are stored in the file. The other columns are in
+each request, and are program inputs whose names begin with `SECOND`.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from sparsejax.predictors.signature import (
 from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
 
-ITEMS = "items"  # the column of a record with the names of the items that a row has
-INPUTS = "inputs"  # the only input of a first stage without names
+ITEMS = "items"  # the column of a record with the item names of its row
+INPUTS = "inputs"  # name of the single input of a first stage without input names
 SECOND = "second/"
 DENSE, IDS = f"{SECOND}dense", f"{SECOND}ids/"
-COLUMN = "column/"  # before the name of a vocabulary, among the names in a file
+COLUMN = "column/"  # prefix of vocabulary names in a file
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Requests:
-    """The columns of requests.
+    """The columns of requests, and their conversion to inputs of the programs.
 
     Attributes:
       feature_names: names of the items.
-      stages: how columns become inputs.
-      schema: types of the columns, and of that of the history; None if there are none.
-      vocabularies: for each `VocabularyColumn` its categories.
+      stages: conversion of columns to inputs.
+      schema: types of the columns, including the history; None if there are none.
+      vocabularies: categories of each `VocabularyColumn`.
     """
 
     feature_names: Names
@@ -75,14 +75,14 @@ class Requests:
 
     @functools.cached_property
     def reader(self) -> ColumnReader | None:
-        """The reader of the columns."""
+        """The reader of the columns, or None if there are none."""
         if self.schema is None:
             return None
         return ColumnReader(self.schema, self.vocabularies, few=True)
 
     @property
     def columns(self) -> list[str]:
-        """The columns that a request has beside the items of its row."""
+        """Names of the columns of a request, besides the items of its row."""
         if self.schema is None:
             return []
         used = [*self.schema.dense, *self.schema.ids]
@@ -90,7 +90,7 @@ class Requests:
 
     @property
     def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The inputs of a program: the shape and the dtype of a row of each."""
+        """The inputs of a program by name, with the shape and dtype of a row of each."""
         if self.schema is None:
             return {}
         found = {}
@@ -98,7 +98,7 @@ class Requests:
             shape = (len(self.schema.dense),)
             found[DENSE] = jax.ShapeDtypeStruct(shape, jnp.float32)
         for name, column in self.schema.ids.items():
-            is_key = isinstance(column, KeyColumn)  # whose ids are two words
+            is_key = isinstance(column, KeyColumn)  # its ids are two words
             width = 2 if is_key else self.stages.lengths[name]
             found[f"{IDS}{name}"] = jax.ShapeDtypeStruct((width,), jnp.int32)
         return found
@@ -106,16 +106,16 @@ class Requests:
     def arrays(
         self, columns: Mapping[str, Any], histories: Sequence[Sequence[str]] | Any
     ) -> dict[str, np.ndarray]:
-        """The inputs of some rows.
+        """Converts columns of some rows to inputs.
 
         Args:
-          columns: the `columns` by name.
-          histories: for each row the names of its items; or an array of lists of Arrow.
+          columns: values of the `columns` by name.
+          histories: names of the items of each row; or an Arrow array of lists.
 
         Raises:
-          DataError: a column cannot have such a value.
-          ValueError: a column is missing or unknown, columns differ in their lengths, or a
-            list is too long.
+          DataError: a column has an invalid value.
+          ValueError: a column is missing or unknown, columns differ in length, or a list is too
+              long.
         """
         if unknown := columns.keys() - {*self.columns}:
             raise ValueError(
@@ -143,13 +143,14 @@ class Requests:
 def padded(
     name: str, ids: np.ndarray | CSR | WideIds, length: int, *, cut: bool = False
 ) -> np.ndarray:
-    """The ids of a column as int32: `[rows, length]` with -1 behind lists, or two words of 64 bits.
+    """Ids of a column as int32 `[rows, length]`, padded with -1; 64-bit ids as two words each.
 
     Args:
       name: name of the column, for messages.
-      ids: ids as `examples_of` makes them.
-      length: room for a list.
-      cut: whether the last `length` ids of longer lists are taken, which are an error else.
+      ids: ids made by `examples_of`.
+      length: capacity for a list.
+      cut: whether only the last `length` ids of longer lists are used; otherwise they are an
+          error.
     """
     if isinstance(ids, CSR):
         lists = Histories(np.asarray(ids.indptr), np.asarray(ids.indices))
@@ -172,7 +173,7 @@ class Staged(Items):
     """Ranks the candidates of a first stage; see `Predictor` for its methods.
 
     Attributes:
-      requests: columns of requests.
+      requests: columns of requests, with their conversion to inputs.
     """
 
     has: ClassVar[str] = "recommend and recommend_records"
@@ -238,7 +239,7 @@ class Staged(Items):
         columns: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> tuple[list[Rows], np.ndarray]:
-        """Rows as of one stage, with the other columns of a request, by name."""
+        """Rows for the first stage, to which the other columns of a request are added, by name."""
         if not isinstance(histories, NameLists):
             histories = NameLists.of(histories)
         (*given, exclude), unknown = self.first.rows_of_names(histories, **options)
@@ -248,7 +249,7 @@ class Staged(Items):
     def recommend_records(
         self, records: Any, *, k: int | None, exclude_seen: bool, **which: Any
     ) -> Recommendations:
-        """The best items for each record."""
+        """Recommends the best items to each record."""
         times = ["times"] * self.reads_times
         found = cells_of(records, [ITEMS, *times, *self.requests.columns]).columns
         lists, *numbers = (

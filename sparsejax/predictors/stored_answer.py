@@ -1,8 +1,7 @@
-"""An example with its answer, which the file of a predictor has: whoever runs it can compare.
+"""An example with its answer, stored in a predictor's file, so that other processes can compare.
 
-Checksums say that a file has not changed. They do not say that it still answers as it
-did: on another device, by another release, or with weights that were damaged before
-they were written.
+Checksums prove that a file has not changed. They do not prove that it still answers as before on
+another device, by another release, or if weights were damaged before they were written.
 """
 
 from __future__ import annotations
@@ -20,22 +19,23 @@ from sparsejax.predictors.runtime import Entries, Rows
 from sparsejax.predictors.signature import Array, Signature
 
 _LABEL, _VERSION = "the stored answer", 1
-# How far scores may be from the stored ones, as a part of the largest of them. On CPUs float32
-# differs in the last bits, some 1e-6. A GPU multiplies float32 with 11 bits, and bfloat16 has 8
-# on any device: rounding of .4 % in each layer. A wrong weight moves scores by their own size.
+# Tolerance of scores relative to the largest stored one. On CPUs float32 results differ in the
+# last bits, by about 1e-6. A GPU multiplies float32 with 11 bits of precision, and bfloat16 has 8
+# bits on any device: rounding errors of .4 % in each layer. A wrong weight changes scores by about
+# their own size.
 _ON_CPUS, _ELSEWHERE = 1e-3, 5e-2
-_SHOWN = 5  # items of a message
+_SHOWN = 5  # number of items in a message
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """A row of one input.
+    """A row of one input, in plain numbers.
 
     Attributes:
-      values: values of its entries, or all numbers of a dense row; None if entries have
-        none.
-      indices: columns of the entries of a sparse row.
-      indptr: places at which its bags begin and end.
+      values: values of its entries, or all numbers of a dense row; None for entries without
+          values.
+      indices: column numbers of the entries of a sparse row.
+      indptr: offsets at which its bags begin and end.
     """
 
     values: tuple[float, ...] | None = None
@@ -44,7 +44,7 @@ class Given:
 
     @classmethod
     def of(cls, given: Rows) -> Self:
-        """The row as numbers of JSON."""
+        """Converts a row to numbers that JSON can store."""
         if isinstance(given, np.ndarray):
             return cls(values=_floats(given))
         values = None if given.data is None else _floats(np.asarray(given.data))
@@ -56,10 +56,10 @@ class Given:
         )
 
     def rows(self, like: Array) -> Rows:
-        """The row as a program takes it.
+        """Converts the row back to an input of a program.
 
         Raises:
-          ValueError: it is not a row of this input.
+          ValueError: it is not a valid row of this input.
         """
         try:
             if not like.sparse:
@@ -71,7 +71,7 @@ class Given:
             ends = [0, len(indices)]
             if len(indptr) != like.bags + 1 or indptr[[0, -1]].tolist() != ends:
                 raise ValueError(f"{like.bags} bags that are not those of the indices")
-            # An index of the dtype uint32 is the lower half of a number.
+            # An index of dtype uint32 is the low word of a 64-bit id.
             outside = (indices < 0) | (indices >= like.shape[-1])
             if (np.diff(indptr) < 0).any() or (
                 outside.any() and like.dtype != "uint32"
@@ -91,9 +91,9 @@ class StoredAnswer:
     """An example, and a predictor's answer to it when its file was written.
 
     Attributes:
-      platform: platform on which the answer was made.
-      narrow: whether the programs compute with 16 bits.
-      example: the row of each input.
+      platform: platform on which the answer was computed.
+      narrow: whether the programs compute with 16-bit numbers.
+      example: a row for each input.
       ids: ids of items, best first; None for clicks.
       scores: scores of the items, or the logit of a click.
     """
@@ -106,7 +106,7 @@ class StoredAnswer:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Asks a `Predictor.model` for an example. Its smallest program is compiled.
+        """Computes the answer of a `Predictor.model` to an example, by its smallest program.
 
         Raises:
           FloatingPointError: a score is NaN or infinite.
@@ -134,7 +134,7 @@ class StoredAnswer:
         """Reads the document that `to_json` made.
 
         Raises:
-          ValueError: it is not such an object, or of another signature.
+          ValueError: the document is not a valid answer, or belongs to another signature.
         """
         stated = codec.without_version(document, _VERSION, _LABEL)
         found = codec.read(cls, stated, _LABEL)
@@ -150,14 +150,14 @@ class StoredAnswer:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as a JSON object, for `from_json`."""
+        """The answer as a JSON object, which `from_json` reads."""
         return {"version": _VERSION, **codec.document(self)}
 
     def rows(self, inputs: Sequence[Array]) -> list[Rows]:
-        """The example as the programs take it.
+        """Converts the example to inputs of the programs.
 
         Raises:
-          ValueError: it is not a row of these inputs.
+          ValueError: the example is not a valid row of these inputs.
         """
         if len(inputs) != len(self.example):
             raise ValueError(
@@ -167,19 +167,19 @@ class StoredAnswer:
         return [given.rows(like) for given, like in pairs]
 
     def check(self, outputs: Sequence[np.ndarray]) -> None:
-        """Compares the first row of the outputs of the programs.
+        """Compares the first row of the outputs of the programs with the stored answer.
 
-        An item that has another place must have a score for it that is as good as the stored
-        one.
+        Items may have changed places only if their scores are equal within the tolerance.
 
         Raises:
-          ValueError: they differ by more than rounding does.
+          ValueError: they differ by more than rounding errors.
         """
         ids, scores = _first_row(outputs)
         same = self.platform == jax.default_backend() == "cpu" and not self.narrow
         part = _ON_CPUS if same else _ELSEWHERE
         largest = max(map(abs, self.scores), default=0.0)
-        if ids is None or self.ids is None:  # a logit of 0 is a probability of a half
+        # clicks: a logit of 0 is a probability of one half
+        if ids is None or self.ids is None:
             most = part * max(1.0, largest)
             fits = bool(np.all(abs(scores - np.array(self.scores)) <= most))
             now, before = (
@@ -207,7 +207,7 @@ def _is_like(found: dict[int, float], stored: dict[int, float], most: float) -> 
         return False
     if any(not abs(found[i] - stored[i]) <= most for i in found.keys() & stored.keys()):
         return False
-    # An item that only one of both has would be behind the last one of the other.
+    # An item that only one of both lists has must rank just after the last item of the other.
     return all(
         mine[item] <= min(other.values()) + most
         for mine, other in ((found, stored), (stored, found))
@@ -216,7 +216,7 @@ def _is_like(found: dict[int, float], stored: dict[int, float], most: float) -> 
 
 
 def _first_row(outputs: Sequence[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray]:
-    """Ids and scores of the items of a row, or its logit, or that of each label."""
+    """Ids and scores of the items of the first row, or its logit, or its logits by label."""
     if len(outputs) == 1:
         return None, outputs[0][:1].reshape(-1)
     ids, scores = (output[0] for output in outputs[:2])

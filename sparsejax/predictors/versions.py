@@ -1,8 +1,8 @@
-"""Folders of versions of a predictor: which numbers they have, and which comes next.
+"""Folders with versions of a predictor: existing numbers, and the next number.
 
 ::
 
-    films/3/model.predictor     the version 3 of the model films, as Triton has it
+    films/3/model.predictor     version 3 of the model "films", in the layout of Triton
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import pathlib
 
-FILE = "model.predictor"  # of each version, in a folder with its number as name
+FILE = "model.predictor"  # name of the file in the folder of each version
 
 
 def numbered(folder: pathlib.Path) -> list[int]:
-    """The numbers that are names in a folder, the highest first.
+    """The version numbers that are names in a folder, in descending order.
 
-    Only as `str(number)` is written: 03 and 3 would be one version.
+    Only names equal to `str(number)` count: 03 and 3 would be the same version.
 
     Raises:
       OSError: the folder cannot be read.
@@ -26,7 +26,7 @@ def numbered(folder: pathlib.Path) -> list[int]:
 
 
 def following(folder: pathlib.Path) -> int:
-    """The number of the next version: above all that a folder or file has as name.
+    """The number of the next version: one more than any number in the folder.
 
     Raises:
       OSError: the folder cannot be read.

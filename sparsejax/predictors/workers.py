@@ -1,9 +1,9 @@
-"""Parts of a prediction on several processes of this machine, one for each device.
+"""Computes parts of a prediction in several processes on this machine, one for each device.
 
-A process is asked for one part at a time on its standard input, and answers on its standard
-output, each by a line of JSON. Its device is chosen before it starts, by an address: JAX
-takes all GPUs that a process can see, and keeps them. It ends when its input does, so it
-does not outlive the process that asks, however that ends.
+Each request is a line of JSON with one part on a process's standard input; the answer is a line on
+its standard output. Its device is chosen before it starts, through an environment variable: JAX
+reserves all GPUs that a process can see. The process ends when its input is closed, so it ends
+with its parent process, however that ends.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from sparsejax import codec, processors
 from sparsejax.predictors.files import Kept
 from sparsejax.predictors.parts import Parts
 
-# How often a part is begun, if the processes that make it die.
+# Attempts at a part, if the processes that compute it die.
 _TRIES = 3
-# Settings of JAX that the processes share with this one.
+# Settings of JAX that are passed on to the processes.
 _SHARED = (
     "jax_compilation_cache_dir",
     "jax_compilation_cache_max_size",
     "jax_persistent_cache_min_compile_time_secs",
     "jax_platforms",
 )
-# Errors that the user can do something about, by their names. Others are bugs.
+# Errors that a user can correct, by class name. Other errors are bugs.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (ArithmeticError, MemoryError, OSError, TypeError, ValueError)
@@ -46,20 +46,19 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 class Scorer:
-    """A process that makes parts on one device, and keeps the predictor there."""
+    """A process that computes parts on one device, and keeps the predictor there."""
 
     def __init__(self, *, gpu: str | None = None, cores: Iterable[int]):
         """Starts the process.
 
         Args:
-          gpu: the GPU's address, as CUDA_VISIBLE_DEVICES has it. None leaves the choice to
-            JAX.
-          cores: the processor's cores that it may use, which bounds its threads, too.
+          gpu: identifier of the GPU for CUDA_VISIBLE_DEVICES. None lets JAX choose.
+          cores: processor cores that it may use, which also bounds its threads.
         """
         environment = dict(os.environ)
-        # It finds the packages that this process finds.
+        # The process can import the packages that this process can import.
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        # JAX would take three quarters of the GPU's memory.
+        # Otherwise JAX would reserve three quarters of the GPU's memory.
         environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         for name in _SHARED:
             value = getattr(jax.config, name)
@@ -67,7 +66,7 @@ class Scorer:
                 environment[name.upper()] = str(value)
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
-        # The cores are chosen before libraries count them.
+        # Cores are restricted before libraries count them.
         start = (
             f"from {processors.__name__} import keep_to; keep_to({sorted(cores)}); "
             f"from {__name__} import serve; serve()"
@@ -78,7 +77,7 @@ class Scorer:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
-            # Ctrl-C is for this process, which ends the other one.
+            # Ctrl-C is sent only to this process, which then ends the other one.
             process_group=0,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -89,30 +88,30 @@ class Scorer:
         self._process.kill()
         self._process.wait()
         self._answers.close()
-        with contextlib.suppress(OSError):  # what it was asked last was not read
+        with contextlib.suppress(OSError):  # its last request was not read
             self._asking.close()
 
     def fileno(self) -> int:
-        """A file that is ready when there is an answer, or the process has died."""
+        """A file descriptor that is readable when an answer has come or the process has died."""
         return self._answers.fileno()
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
         return self._process.pid
 
     def ask(self, parts: Parts, part: int) -> None:
-        """Asks for a part. `answer` must be called before another one is asked for."""
+        """Sends a request for a part. Call `answer` before the next request."""
         asked = {"arguments": parts.arguments, "identity": parts.identity, "part": part}
-        with contextlib.suppress(OSError):  # it has died, as `answer` will say
+        with contextlib.suppress(OSError):  # it has died, which `answer` reports
             print(codec.text(asked), file=self._asking, flush=True)
 
     def answer(self) -> bool:
-        """Whether the part was written; if not, it was there. Waits for it.
+        """Waits for the answer; returns whether the part was written, not found complete.
 
         Raises:
-          ChildProcessError: the process has died.
-          Exception: an error that `Parts.write` raised.
+          ChildProcessError: the process died.
+          Exception: an error raised by `Parts.write`.
         """
         line = self._answers.readline()
         if not line.endswith("\n"):
@@ -128,19 +127,20 @@ class Scorer:
 
 
 def write_parts(parts: Parts, *, workers: int | None = None) -> int:
-    """Writes the parts that are missing, on processes of this machine; how many it wrote.
+    """Computes the missing parts in processes on this machine; returns the number of parts
+    written.
 
-    If a process dies, its part is begun again by another one.
+    If a process dies, another one computes its part again.
 
     Args:
       parts: the prediction.
-      workers: number of processes, which share the cores. By default there is one for each
-        GPU, or one if there is none. GPUs are dealt out to them.
+      workers: number of processes, which share the cores. By default there is one for each GPU, or
+          one if there is none. GPUs are assigned to them in turn.
 
     Raises:
-      ChildProcessError: processes have died three times with the same part.
+      ChildProcessError: processes died three times while computing the same part.
       ValueError: `workers` is not positive.
-      Exception: an error that `Parts.write` raised. The other processes are ended.
+      Exception: an error raised by `Parts.write`. The other processes are terminated.
     """
     gpus = gpu_addresses()
     if workers is None:
@@ -189,28 +189,30 @@ def write_parts(parts: Parts, *, workers: int | None = None) -> int:
 
 
 def gpu_addresses() -> list[str]:
-    """The GPUs that processes of this machine can use. JAX is not started."""
+    """Identifiers of the GPUs that processes on this machine can use, found without starting
+    JAX.
+    """
     platforms = jax.config.jax_platforms
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]
-    # Numbers end the list where they are negative.
+    # CUDA ignores the rest of the list after a negative number.
     found = [address.strip() for address in visible.split(",")]
     return [address for address in found if address and not address.startswith("-")]
 
 
 def serve() -> None:
-    """Does the work of a `Scorer`'s process, until its input ends."""
+    """Runs the loop of a `Scorer`'s process, until its input is closed."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not be taken for an answer
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(asked,), daemon=True).start()
     while True:
         try:
             answer = {"wrote": _write(**codec.parse(asked.get()))}
-        except Exception as error:  # noqa: BLE001 - the asking process raises it
+        except Exception as error:  # noqa: BLE001 - raised in the requesting process
             kinds = [kind.__name__ for kind in type(error).__mro__]
             kind = next((name for name in kinds if name in _KINDS), "")
             message = str(error) if kind else traceback.format_exc()
@@ -221,10 +223,10 @@ def serve() -> None:
 def _listen(asked: queue.SimpleQueue[str]) -> None:
     for line in sys.stdin:
         asked.put(line)
-    os._exit(0)  # nobody waits for an answer
+    os._exit(0)  # no process waits for an answer any more
 
 
-_kept = Kept()  # the last predictor stays on the device
+_kept = Kept()  # keeps the last predictor on the device
 
 
 def _write(arguments: dict[str, Any], identity: str, part: int) -> bool:
