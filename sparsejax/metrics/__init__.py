@@ -1,6 +1,7 @@
 """Metrics of rankings (`recall_at_k` to `mean_popularity`) and of clicks (`auc` and below).
 
-They take arrays, and know no models. `compare` says whether two measurements differ. `ranking`, `clicks` and `binned_auc` have the formulas.
+They take arrays, and know no models. `compare` says whether two measurements differ.
+`ranking`, `clicks` and `binned_auc` have the formulas.
 """
 
 from sparsejax.metrics.binned_auc import AucBounds as AucBounds

@@ -1,4 +1,4 @@
-"""The AUC from histograms of scores, which add up over batches and devices."""
+"""The AUC from histograms of scores, which can be added over batches and devices."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from sparsejax.mesh.layout import call_with_auto_axes
 
-# A count is `high * 2^20 + low`. So the leaves of 1,024 devices can be added up as they are.
+# A count is `high * 2^20 + low`. So int32 sums of `low` over 1,024 devices do not overflow.
 _LOW_BITS = 20
 _MASK = 2**_LOW_BITS - 1
-# Float32 holds the number of each bin.
+# Float32 can represent the number of each bin.
 _MOST_BINS = 2**24
 
 
 class AucBounds(NamedTuple):
-    """An AUC from histograms: the exact one is in `[auc - error, auc + error]`.
+    """An AUC from histograms, with bounds: the exact AUC is in `[auc - error, auc + error]`.
 
     Attributes:
-      auc: a pair of a click and a non-click in the same bin counts half.
-      error: half of the share of these pairs.
+      auc: the AUC in which a pair of a click and a non-click in one bin counts half.
+      error: half of the share of these pairs among all pairs.
     """
 
     auc: float
@@ -40,12 +40,12 @@ class AucBounds(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class BinnedAuc:
-    """Two histograms of scores, of clicks and of other examples.
+    """Two histograms of scores: for clicks, and for other examples.
 
     `update` counts a batch. It can be called under `jax.jit`, and copies nothing to the host.
-    Counts are integers: their order does not matter, and no count is lost below 2^51. The
-    histograms of several processes or devices add up: `a + b`, or `jax.lax.psum(a, "data")`
-    under `jax.shard_map` on at most 1,024 devices.
+    Counts are integers: their order does not matter, and they are exact below 2^51. The
+    histograms of several processes or devices can be added: by `a + b`, or by
+    `jax.lax.psum(a, "data")` under `jax.shard_map` on at most 1,024 devices.
 
     >>> update = jax.jit(metrics.BinnedAuc.update)
     >>> binned = metrics.BinnedAuc.empty(-10, 10)
@@ -55,9 +55,9 @@ class BinnedAuc:
     AucBounds(auc=0.875, error=0.125)
 
     Attributes:
-      low: `[2, bins]` int32, the lower 20 bits of the counts: of other examples, of clicks.
+      low: `[2, bins]` int32, the lower 20 bits of the counts: for other examples, for clicks.
       high: `[2, bins]` int32, the counts divided by 2^20, rounded down.
-      wrong: `[]` int32, number of scores that are NaN and of labels other than 0 and 1.
+      wrong: `[]` int32, number of scores that are NaN and of labels that are not 0 or 1.
       start: the lower end of the first bin.
       stop: the upper end of the last bin.
     """
@@ -72,16 +72,16 @@ class BinnedAuc:
     def empty(
         cls, start: float = -16.0, stop: float = 16.0, *, bins: int = 2**16
     ) -> BinnedAuc:
-        """Histograms without examples.
+        """Makes histograms without examples.
 
         Args:
-          start: the lower end of the first bin. Smaller scores count in the first bin.
-          stop: the upper end of the last bin; larger scores count there. The default
+          start: the lower end of the first bin. Smaller scores are counted in the first bin.
+          stop: the upper end of the last bin. Larger scores are counted in it. The default
             range is for logits. For probabilities use 0 and 1.
-          bins: number of bins, of equal width. Each takes 16 bytes.
+          bins: number of bins of equal width. Each takes 16 bytes.
 
         Raises:
-          ValueError: the range is empty or not finite, or there are no bins or above 2^24.
+          ValueError: the range is empty or not finite, or `bins` is below 1 or above 2^24.
         """
         if not (np.isfinite(start) and np.isfinite(stop) and start < stop):
             raise ValueError(
@@ -100,7 +100,7 @@ class BinnedAuc:
         *,
         where: Bool[Array | np.ndarray, "batch"] | None = None,
     ) -> BinnedAuc:
-        """The histograms with one batch more.
+        """Adds a batch to the histograms, and returns them.
 
         Args:
           scores: logits, or other numbers that grow with the probability of a click.
@@ -112,7 +112,7 @@ class BinnedAuc:
         added, wrong = call_with_auto_axes(
             self._counts, scores, labels, where, out_specs=P()
         )
-        # The counts of a batch may pass 20 bits by themselves.
+        # The counts of a single batch may need more than 20 bits.
         low = self.low + (added & _MASK)
         high = self.high + (added >> _LOW_BITS) + (low >> _LOW_BITS)
         return dataclasses.replace(
@@ -126,15 +126,15 @@ class BinnedAuc:
         place = jnp.floor(jnp.clip(place, 0, bins - 1))
         is_click = labels == 1
         wrong = where & (jnp.isnan(scores) | ~(is_click | (labels == 0)))
-        # Scores that do not count are dropped: they have a row that does not exist. A bin
-        # that does not exist would not do, see `mesh.xla_options.DETERMINISTIC`.
+        # Scores that do not count get a row that does not exist, so that they are dropped. A bin
+        # that does not exist would be wrong, see `mesh.xla_options.DETERMINISTIC`.
         row = jnp.where(where & ~wrong, is_click.astype(jnp.int32), 2)
         zeros = jnp.zeros(self.low.shape, jnp.int32)
         added = zeros.at[row, place.astype(jnp.int32)].add(1, mode="drop")
         return added, jnp.sum(wrong, dtype=jnp.int32)
 
     def __add__(self, other: BinnedAuc) -> BinnedAuc:
-        """The histograms of all examples of both.
+        """The histograms of the examples of both objects together.
 
         Raises:
           ValueError: the bins differ.
@@ -153,7 +153,7 @@ class BinnedAuc:
         )
 
     def counts(self) -> np.ndarray:
-        """`[2, bins]` int64: the counts of other examples and of clicks, on the host."""
+        """`[2, bins]` int64: counts for other examples and for clicks, on the host."""
         low, high = (
             np.asarray(part).astype(np.int64) for part in (self.low, self.high)
         )
@@ -163,8 +163,8 @@ class BinnedAuc:
         """The AUC and its error bound, in float64 on the host.
 
         Raises:
-          ValueError: a class has no examples, a score was NaN, or a label was neither 0
-            nor 1.
+          ValueError: there are no clicks or no other examples, a score was NaN, or a label was
+            not 0 or 1.
         """
         if wrong := int(self.wrong):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Metrics of clicks, from one score and one label (0 or 1) an example.
+"""Metrics of clicks, from a score and a label (0 or 1) for each example.
 
 Let s be scores, p probabilities, y labels and w weights (1 by default). Sums over examples::
 
@@ -9,8 +9,9 @@ Let s be scores, p probabilities, y labels and w weights (1 by default). Sums ov
                         where m = sum w y / sum w is the share of clicks
     calibration         sum w p / sum w y
 
-All copy their arguments to the host, compute in float64, and return floats. NaN, labels other
-than 0 and 1, and negative weights are a `ValueError`. `BinnedAuc` needs no copy.
+All functions copy their arguments to the host, compute in float64, and return floats. They
+raise `ValueError` for NaN, labels other than 0 and 1, and negative weights. `BinnedAuc` does
+not copy.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class GroupAuc(NamedTuple):
     """The mean AUC of groups.
 
     Attributes:
-      auc: the mean, weighted by the examples of each group.
+      auc: mean AUC, weighted by the numbers of examples in the groups.
       groups: number of groups in the mean.
       left_out: number of groups with one class only, which have no AUC.
     """
@@ -38,21 +39,21 @@ class GroupAuc(NamedTuple):
 def auc(
     scores: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None
 ) -> float:
-    """Area under the ROC curve: the share of the pairs (click, non-click) in right order.
+    """Area under the ROC curve: the share of pairs (click, non-click) in the right order.
 
-    Exact, by one sort. A pair with equal scores counts half. Any score that grows with the
-    probability of a click will do, also logits.
+    It is computed exactly, by one sort. A pair with equal scores counts half. Scores may be any
+    numbers that increase with the probability of a click, such as logits.
 
     >>> metrics.auc([0.1, 0.4, 0.4, 0.8], [0, 0, 1, 1])
     0.875
 
     Args:
-      scores: `[n]`.
+      scores: `[n]`, a score for each example.
       labels: `[n]`, 1 for a click, else 0.
-      weights: `[n]`, not negative.
+      weights: `[n]`, weights of the examples, not negative. None is 1 for each.
 
     Raises:
-      ValueError: all labels (with a weight above 0) are of one class, or a value is wrong.
+      ValueError: all labels with a weight above 0 are of one class, or a value is invalid.
     """
     scores, labels, weights = _checked("scores", scores, labels, weights)
     one_group = np.zeros(len(scores), np.int64)
@@ -71,24 +72,24 @@ def group_auc(
     groups: ArrayLike,
     weights: ArrayLike | None = None,
 ) -> GroupAuc:
-    """The AUC within each group, such as a user, and their weighted mean: "GAUC".
+    """The AUC in each group, such as a user, and the weighted mean of these ("GAUC").
 
     `sum_g n_g auc_g / sum_g n_g`, where n_g is the number of examples (impressions) of the
     group, or the sum of their weights (Zhu et al., "Optimized cost per click in Taobao
-    display advertising", 2017). Unlike `auc` it does not reward knowing which groups click
-    more. Groups with one class only are left out and counted.
+    display advertising", 2017). Unlike `auc`, it does not depend on how scores of different
+    groups compare. Groups with one class only are omitted from the mean and counted.
 
     >>> metrics.group_auc([0.1, 0.9, 0.5, 0.4, 0.3], [0, 1, 0, 1, 1], list("aabbc"))
     GroupAuc(auc=0.5, groups=2, left_out=1)
 
     Args:
-      scores: `[n]`.
+      scores: `[n]`, a score for each example.
       labels: `[n]`, 1 for a click, else 0.
-      groups: `[n]` numbers or text.
-      weights: `[n]`, not negative.
+      groups: `[n]`, the group of each example: a number or text.
+      weights: `[n]`, weights of the examples, not negative. None is 1 for each.
 
     Raises:
-      ValueError: no group has both classes, or a value is wrong.
+      ValueError: no group has both classes, or a value is invalid.
     """
     scores, labels, weights = _checked("scores", scores, labels, weights)
     names, numbers = np.unique(_vector("groups", groups, scores), return_inverse=True)
@@ -108,19 +109,19 @@ def log_loss(
 ) -> float:
     """The mean binary cross-entropy, in nats.
 
-    A probability within eps of 0 or 1 counts as eps or 1 - eps, where eps is that of the
-    array's dtype. So a sure mistake costs 16 in float32 and 36 in float64.
+    Probabilities are limited to [eps, 1 - eps], where eps is that of the array's dtype. So the
+    largest loss of an example is 16 in float32 and 36 in float64.
 
     >>> round(metrics.log_loss([0.5, 0.25], [1, 0]), 4)
     0.4904
 
     Args:
-      probabilities: `[n]` of a click, in [0, 1].
+      probabilities: `[n]`, probability of a click for each example, in [0, 1].
       labels: `[n]`, 1 for a click, else 0.
-      weights: `[n]`, not negative.
+      weights: `[n]`, weights of the examples, not negative. None is 1 for each.
 
     Raises:
-      ValueError: a value is wrong, or there are no examples.
+      ValueError: a value is invalid, or there are no examples.
     """
     p, labels, weights = _checked_probabilities(probabilities, labels, weights)
     given = np.asarray(probabilities).dtype
@@ -132,18 +133,18 @@ def log_loss(
 def normalized_entropy(
     probabilities: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None
 ) -> float:
-    """The log loss divided by that of a model that always predicts the share of clicks.
+    """The log loss, divided by that of a model that always predicts the share of clicks.
 
-    Below 1 is better than that model. Unlike `log_loss` it can be compared between data with
-    different shares of clicks (He et al., "Practical lessons from predicting clicks on ads at
-    Facebook", 2014). Arguments: see `log_loss`.
+    Values below 1 are better than that model. Unlike `log_loss`, values for data with different
+    shares of clicks can be compared (He et al., "Practical lessons from predicting clicks on ads
+    at Facebook", 2014). Arguments: see `log_loss`.
 
     >>> round(metrics.normalized_entropy([0.5, 0.25], [1, 0]), 4)
     0.7075
 
     Raises:
-      ValueError: all labels are of one class, so that there is nothing to predict, or a
-        value is wrong.
+      ValueError: all labels are of one class, so that the divisor is 0, or a
+        value is invalid.
     """
     loss = log_loss(probabilities, labels, weights)
     _, labels, weights = _checked_probabilities(probabilities, labels, weights)
@@ -158,7 +159,7 @@ def normalized_entropy(
 def calibration(
     probabilities: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None
 ) -> float:
-    """Predicted clicks over clicks: 1 is right, above 1 predicts too many.
+    """The number of predicted clicks divided by that of clicks: above 1, too many are predicted.
 
     Arguments: see `log_loss`.
 
@@ -166,7 +167,7 @@ def calibration(
     0.75
 
     Raises:
-      ValueError: there is no click, or a value is wrong.
+      ValueError: there is no click, or a value is invalid.
     """
     p, labels, weights = _checked_probabilities(probabilities, labels, weights)
     if not (clicks := weights @ labels):
@@ -175,7 +176,7 @@ def calibration(
 
 
 def _pairs_of_groups(scores, labels, weights, groups) -> tuple[np.ndarray, np.ndarray]:
-    """`[groups]` the weight of the pairs in right order, and that of all pairs."""
+    """For each group, the weight of the pairs in the right order, and the weight of all pairs."""
     if not len(scores):
         return np.empty(0), np.empty(0)
     order = np.lexsort((scores, groups))
@@ -183,13 +184,13 @@ def _pairs_of_groups(scores, labels, weights, groups) -> tuple[np.ndarray, np.nd
     clicks = (weights * labels)[order]
     others = (weights * (1 - labels))[order]
 
-    # A cell is all examples of a group with one score.
+    # A cell consists of all examples of a group with equal scores.
     begins_group = np.append(True, groups[1:] != groups[:-1])
     begins_cell = begins_group | np.append(True, scores[1:] != scores[:-1])
     cells = np.flatnonzero(begins_cell)
     clicks, others = np.add.reduceat(clicks, cells), np.add.reduceat(others, cells)
-    first = np.flatnonzero(begins_group[cells])  # cell of each group
-    group = np.cumsum(begins_group[cells]) - 1  # of each cell
+    first = np.flatnonzero(begins_group[cells])  # first cell of each group
+    group = np.cumsum(begins_group[cells]) - 1  # group of each cell
     below = np.cumsum(others) - others
     below -= below[first][group]
     ordered = np.add.reduceat(clicks * (below + others / 2), first)
@@ -213,7 +214,7 @@ def _checked_probabilities(probabilities, labels, weights):
 def _checked(
     name: str, scores: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`[n]` scores, labels and weights in float64."""
+    """Checks scores, labels and weights, and returns them as float64 arrays `[n]`."""
     found = _vector(name, scores).astype(np.float64)
     clicks = _vector("labels", labels, found).astype(np.float64)
     given = np.ones_like(found)

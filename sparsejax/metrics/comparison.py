@@ -1,11 +1,11 @@
-"""Whether one measurement is better than another: paired bootstrap intervals.
+"""Comparison of two measurements by paired bootstrap intervals.
 
 Let `a_i` and `b_i` be the figures of row i, such as the recalls of a user by two models. A
-resample draws n of the n rows with replacement, equal rows for both models, and gives
-the difference of both metrics over the rows that were drawn. The interval reaches from
+resample draws n of the n rows with replacement, the same rows for both models, and computes
+the difference of both metrics over these rows. The interval reaches from
 the quantile `(1 - c) / 2` to `(1 + c) / 2` of all resamples (the percentile method of
-Efron, 1979). Luck that both models share, such as an easy user, is in both parts of a
-difference, and cancels.
+Efron, 1979). Luck that both models share, such as an easy user, affects both metrics and
+cancels in the difference.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Float
 
 _AUC = "auc"
 
-# The AUC of rows with weights.
+# A function that computes the AUC from weights of the rows.
 type Area = Callable[[np.ndarray], float]
 
 
@@ -29,12 +29,13 @@ class Rows:
     """The figures of each row from which metrics were computed.
 
     Attributes:
-      names: `[rows]` names of the rows; None if they are known by their places only.
-      means: for each metric that is a mean over rows, the `[rows]` figures.
-      scores: `[rows]` scores of clicks, by which the AUC orders them; None if there is
+      names: `[rows]` names of the rows; None if rows are identified by position only.
+      means: for each metric that is a mean over rows, its figures `[rows]`.
+      scores: `[rows]` scores of clicks, by which the AUC orders examples; None if there is
         no AUC.
       labels: `[rows]` labels of clicks, 0 or 1.
-      parts: the figures of each of several labels, by its name; then there are no others.
+      parts: figures for each of several labels, by the label's name. Then the other attributes
+        are empty.
     """
 
     names: np.ndarray | None
@@ -45,14 +46,14 @@ class Rows:
 
     @classmethod
     def of_clicks(cls, logits: np.ndarray, labels: np.ndarray) -> Rows:
-        """The log loss of each example, and the scores and labels for the AUC.
+        """Makes figures of clicks: the log loss of each example; scores and labels for the AUC.
 
         Args:
           logits: `[rows]`, scores of the examples before the sigmoid.
           labels: `[rows]`, 1 for a click, else 0.
         """
         x = np.asarray(logits, np.float64)
-        # - log sigmoid(x) of a click, - log sigmoid(-x) of none.
+        # -log sigmoid(x) for a click, -log sigmoid(-x) for a non-click.
         losses = np.logaddexp(0, np.where(np.asarray(labels) > 0, -x, x))
         return cls(None, {"log_loss": losses}, scores=x, labels=np.asarray(labels))
 
@@ -63,7 +64,7 @@ class Rows:
 
     @property
     def area(self) -> Area | None:
-        """The AUC as a function of weights `[rows]`, if there is one."""
+        """The AUC as a function of weights `[rows]`; None if there is no AUC."""
         if self.scores is None or self.labels is None:
             return None
         if len(np.unique(self.labels)) < 2:
@@ -72,10 +73,10 @@ class Rows:
 
 
 class Measured(dict[str, float]):
-    """Metrics by name, with the figures of each row.
+    """Metrics by name, together with the figures of each row.
 
     Attributes:
-      rows: the figures.
+      rows: the figures of each row.
     """
 
     def __init__(self, metrics: Mapping[str, float], rows: Rows):
@@ -85,18 +86,18 @@ class Measured(dict[str, float]):
     def intervals(
         self, *, confidence: float = 0.95, resamples: int = 1000, seed: int = 0
     ) -> dict[str, tuple[float, float]]:
-        """How far the luck of which rows were measured may move each metric: `(low, high)`.
+        """The interval `(low, high)` of each metric if other rows had been measured by chance.
 
         >>> measured = evaluate(model, train, heldout, keep_rows=True)
         >>> low, high = measured.intervals()["recall@20"]
         >>> low < measured["recall@20"] < high
         True
 
-        It is the bootstrap of `compare`, for one measurement. Two intervals that overlap do
-        not say that there is no difference: `compare` does.
+        The interval is the bootstrap of `compare`, for one measurement. Even if two such intervals
+        overlap, the measurements may differ: use `compare`.
 
         Args:
-          confidence: share of the resamples that the interval holds.
+          confidence: share of the resamples inside the interval.
           resamples: number of resamples.
           seed: seed of the random resamples.
 
@@ -122,13 +123,13 @@ class Measured(dict[str, float]):
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How a metric differs.
+    """The difference of a metric between two measurements.
 
     Attributes:
       first: the metric of the first measurement.
       second: the metric of the second measurement.
       low: lower end of the interval of `second - first`.
-      high: its upper end.
+      high: upper end of the interval.
     """
 
     first: float
@@ -138,21 +139,21 @@ class Difference:
 
     @property
     def difference(self) -> float:
-        """`second - first`."""
+        """The difference `second - first`."""
         return self.second - self.first
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval has no 0."""
+        """Whether the interval does not contain 0."""
         return self.low > 0 or self.high < 0
 
 
 class Comparison(dict[str, Difference]):
-    """A `Difference` for each metric; printed, it is a table.
+    """A `Difference` for each metric. `print` shows a table.
 
     Attributes:
       rows: number of rows.
-      confidence: the share of resamples in an interval.
+      confidence: share of the resamples inside an interval.
     """
 
     def __init__(
@@ -193,10 +194,10 @@ def compare(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Comparison:
-    """How two measurements on the same rows differ, with paired bootstrap intervals.
+    """Compares two measurements on the same rows, with paired bootstrap intervals.
 
-    An interval without 0 says that the difference is more than the luck of which rows were
-    measured. It says nothing about the luck of a seed: for that, train with several.
+    If an interval does not contain 0, the difference is larger than chance in the choice of
+    rows explains. It says nothing about chance from the seed: for that, train with several seeds.
 
     >>> measured = evaluate(model, train, heldout, keep_rows=True)
     >>> popular = evaluate(baselines.popularity(train), train, heldout, keep_rows=True)
@@ -204,21 +205,22 @@ def compare(
     >>> found["recall@20"].low > 0
     True
 
-    Compared are the metrics that both have and that are means over rows, and of clicks the log
-    loss and the AUC, of several labels those of each label that both have. Rows are matched by
+    The metrics that both measurements have are compared: means over rows; for clicks the log
+    loss and the AUC; for several labels the metrics of each label in both. Rows are matched by
     name.
 
     Args:
       first: the result of `evaluate(..., keep_rows=True)` for one model.
       second: the result of `evaluate(..., keep_rows=True)` for another model, on the
         same held-out data.
-      confidence: share of the resamples that the interval holds.
+      confidence: share of the resamples inside the interval.
       resamples: number of resamples.
       seed: seed of the random resamples.
 
     Raises:
       TypeError: a measurement has no figures of rows.
-      ValueError: the rows differ, there is no metric that both have, or `confidence` or `resamples` is out of bounds.
+      ValueError: the rows differ, no metric is in both, or `confidence` or `resamples` is out
+        of bounds.
     """
     one, other = _rows_of("first", first), _rows_of("second", second)
     options = {"confidence": confidence, "resamples": resamples, "seed": seed}
@@ -239,7 +241,7 @@ def compare(
         n: (float(a.mean()), float(b.mean())) for n, (a, b) in pairs.items()
     }
     areas: list[Area] = []
-    # Labels of one class have no AUC.
+    # Labels of one class only have no AUC.
     if (area := one.area) is not None and other.scores is not None:
         assert one.labels is not None
         areas = [area, _area(other.scores[places], one.labels)]
@@ -261,12 +263,12 @@ def _quantiles(
     resamples: int,
     seed: int,
 ) -> np.ndarray:
-    """`[2, metrics]` both ends of the interval of each metric.
+    """The ends of each metric's interval, `[2, metrics]`.
 
     Args:
-      figures: `[means, rows]` the figures whose means are taken.
+      figures: `[means, rows]` figures of the metrics that are means.
       areas: metrics that are functions of weights of the rows.
-      confidence: share of the resamples that the interval holds.
+      confidence: share of the resamples inside the interval.
       resamples: number of resamples.
       seed: seed of the random resamples.
 
@@ -285,12 +287,12 @@ def _quantiles(
         weights = np.bincount(rng.integers(0, count, count), minlength=count)
         drawn[i, :means] = figures @ weights / count
         drawn[i, means:] = [area(weights) for area in areas]
-    # A resample of one class only has no AUC.
+    # A resample with one class only has no AUC, and is NaN.
     return np.nanquantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
 
 
 def _rows_of(name: str, measured: Any) -> Rows:
-    """The figures of a measurement."""
+    """The figures of rows of a measurement; raises TypeError if there are none."""
     if not isinstance(measured, Measured):
         raise TypeError(
             f"{name} has no figures of rows: measure by evaluate(..., keep_rows=True)"
@@ -299,10 +301,10 @@ def _rows_of(name: str, measured: Any) -> Rows:
 
 
 def _places(one: Rows, other: Rows) -> np.ndarray:
-    """`[rows]` the place in `other` of each row of `one`.
+    """The index in `other` of each row of `one`, `[rows]`.
 
     Raises:
-      ValueError: the rows are not the same.
+      ValueError: the rows differ.
     """
     if one.parts or other.parts:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Ranking metrics, from the recommended ids and the held-out labels.
 
-All take `ids: [batch, k_max]`, the items of each row from the best rank down. -1 is an
+All metrics take `ids: [batch, k_max]`, the items of each row in descending rank. -1 is an
 empty rank, as in the result of `sparsejax.top_k`. The entries of `labels: [batch, items]`
 are the held-out items; their values are ignored. Let `hit_r` be 1 if the item at rank r
 is a label, else 0, and n the number of labels of the row, including those without an item
@@ -15,17 +15,17 @@ number (`left_out`)::
     mrr_at_k               1 / r for the first r<=k with a hit, else 0
     map_at_k               sum_{r<=k} hit_r precision_at_r / min(k, n)
 
-Each gives one float32 per row, in [0, 1], and can be called under `jax.jit`. A row
-without labels has no meaningful value and gives 0: leave it out of the mean::
+Each function returns one float32 for each row, in [0, 1], and can be called under `jax.jit`. A
+row without labels has no meaningful value; its result is 0. Exclude it from the mean::
 
     has_labels = labels.row_lengths() > 0
     mean = jnp.mean(ndcg_at_k(ids, labels, 20), where=has_labels)
 
-Labels without an item number are those that the vocabulary lacks. No rank can hit them,
+Labels without an item number are items that the vocabulary lacks. No rank can hit them,
 but they count in n, as if they were ranked after all items.
 
-A row of `labels` with an index outside `[0, items)`, or that does not fit in an
-overfull CSR, gives NaN.
+The result is NaN for a row of `labels` with an index outside `[0, items)`, and for a row that
+does not fit in an overfull CSR.
 
 Three metrics describe the whole catalogue. They take `counts: [items]`, how often each
 item was recommended (`recommendation_counts`), copy it to the host, and return floats,
@@ -71,10 +71,10 @@ def recall_at_k(
     With more than `k` labels it cannot reach 1; see `truncated_recall_at_k`.
 
     Args:
-      ids: items by rank, -1 for an empty rank; no item twice in a row.
+      ids: items by rank, -1 for an empty rank; an item occurs at most once in a row.
       labels: `[batch, items]`, indices ascending and unique within a row.
-      k: number of ranks that count; all of `ids` by default.
-      left_out: number of further labels of each row, without an item number.
+      k: number of ranks that count; by default all ranks of `ids`.
+      left_out: for each row, the number of further labels that have no item number.
 
     Raises:
       ValueError: `k` is not in `[1, k_max]`, or the numbers of rows differ.
@@ -91,7 +91,7 @@ def truncated_recall_at_k(
     *,
     left_out: Counts = None,
 ) -> Float[Array, "batch"]:
-    """Hits among the first `k` ids over the most there could be, `min(k, labels)`.
+    """Number of hits among the first `k` ids, divided by the largest possible, `min(k, labels)`.
 
     The "recall" of Liang et al., "Variational autoencoders for collaborative
     filtering" (2018). Arguments and errors: see `recall_at_k`.
@@ -104,7 +104,7 @@ def truncated_recall_at_k(
 def precision_at_k(
     ids: Int[Array, "batch k_max"], labels: SparseRows, k: int | None = None
 ) -> Float[Array, "batch"]:
-    """Share of the first `k` ranks that hold a label; an empty rank holds none.
+    """Share of the first `k` ranks that have a label; an empty rank has none.
 
     Arguments and errors: see `recall_at_k`.
     """
@@ -129,7 +129,7 @@ def ndcg_at_k(
     ranks = jnp.arange(1, k + 1)[None, :]
     discount = 1 / jnp.log2(ranks + 1.0)
     gain = jnp.sum(is_label(ids, labels)[:, :k] * discount, axis=1)
-    # Summed like the gain of a perfect ranking, so that its ratio is exactly 1.
+    # The sum of a perfect ranking is computed in equal order, so that its ratio is exactly 1.
     possible = ranks <= jnp.maximum(_num_labels(labels, left_out), 1)[:, None]
     ideal = jnp.sum(possible * discount, axis=1)
     return gain / ideal + _nan_where_broken(labels)
@@ -183,7 +183,7 @@ def map_at_k(
     return jnp.sum(hits * precision, axis=1) / possible + _nan_where_broken(labels)
 
 
-# The metrics of rows, by the names that `evaluate` returns them by, and in its order.
+# The metrics of rows, by the names that `evaluate` uses, in its order.
 METRICS: dict[str, Callable[..., Float[Array, "batch"]]] = {
     "recall": recall_at_k,
     "truncated_recall": truncated_recall_at_k,
@@ -198,9 +198,9 @@ METRICS: dict[str, Callable[..., Float[Array, "batch"]]] = {
 def recommendation_counts(
     ids: Int[Array, "batch k_max"], num_items: int, k: int | None = None
 ) -> Int[Array, "items"]:
-    """How often each item is among the first `k` ids of a row; -1 is an empty rank.
+    """The number of rows with each item among their first `k` ids; -1 is an empty rank.
 
-    The counts of several batches add up. Can be called under `jax.jit`.
+    Counts of several batches can be added. The function can be called under `jax.jit`.
     """
 
     def counts(ids):
@@ -213,12 +213,12 @@ def recommendation_counts(
 
 
 def coverage(counts: Int[Array | np.ndarray, "items"]) -> float:
-    """Share of the items that are recommended at all."""
+    """Share of the items that are recommended at least once."""
     return float(np.mean(np.asarray(counts) > 0))
 
 
 def gini(counts: Int[Array | np.ndarray, "items"]) -> float:
-    """Gini index of how often items are recommended: 0 is equal, 1 is concentrated.
+    """Gini index of the numbers of recommendations: 0 if all items have equally many, at most 1.
 
     It is 0 if nothing is recommended.
     """
@@ -235,8 +235,8 @@ def mean_popularity(
     """Mean popularity of the recommended items; 0 if nothing is recommended.
 
     Args:
-      counts: how often each item is recommended.
-      popularity: one number for each item, for example the share of rows that have it.
+      counts: number of recommendations of each item.
+      popularity: a number for each item, for example the share of rows that have it.
     """
     given = np.asarray(counts, np.float64)
     return float(given @ np.asarray(popularity, np.float64) / max(given.sum(), 1))
@@ -260,7 +260,7 @@ def is_label(
 
     def halve(_, bounds):
         low, high = bounds
-        middle = low + (high - low) // 2  # low + high may pass 2^31
+        middle = low + (high - low) // 2  # low + high may exceed 2^31
         before = indices[middle] < ids
         searching = low < high
         return (
@@ -279,15 +279,15 @@ def _num_labels(labels: SparseRows, left_out: Counts):
 
 
 def _hits(ids, labels: SparseRows, k: int):
-    """`[batch]` number of labels among the first `k` ids; NaN for a broken row."""
-    # All ids are looked up before the first k are taken. Then the metrics of one ranking
-    # at several k have the same look-up, and XLA does it once.
+    """`[batch]` number of labels among the first `k` ids; NaN for an invalid row."""
+    # All ids are looked up before the first k are taken. So the metrics of one ranking at
+    # several k share the look-up, which XLA computes once.
     hits = jnp.sum(is_label(ids, labels)[:, :k], axis=1)
     return hits.astype(jnp.float32) + _nan_where_broken(labels)
 
 
 def _nan_where_broken(labels: SparseRows):
-    """`[batch]`: NaN for a row that is overfull or has an index out of range, else 0."""
+    """`[batch]`: NaN for a row that is overfull or has an index out of range, otherwise 0."""
     if isinstance(labels, ShardedCSR):
         broken = _any_block(_broken, labels)
     else:
@@ -299,7 +299,7 @@ def _broken(labels: CSR) -> Bool[Array, "batch"]:
     if labels.nse == 0:
         return labels.overfull_rows()
     indices, indptr = jnp.asarray(labels.indices), jnp.asarray(labels.indptr)
-    # Indices ascend, except that in a block -1 stands for any wrong index.
+    # Indices ascend. In a block, -1 replaces any invalid index.
     first, last = indices[indptr[:-1]], indices[indptr[1:] - 1]
     outside = (first < 0) | (last < 0) | (last >= labels.num_cols)
     outside &= labels.row_lengths() > 0
@@ -312,7 +312,7 @@ def _is_label_of_block(block: CSR, ids: jax.Array) -> Bool[Array, "batch k_max"]
 
 
 def _any_block(f: Callable[..., jax.Array], labels: ShardedCSR, *arrays: jax.Array):
-    """Whether `f` of a block and of its rows of the arrays is true for any block."""
+    """Whether `f`, called with a block and its rows of the arrays, is true for any block."""
 
     def on_device(blocks, *arrays):
         return lax.psum(f(own_block(blocks), *arrays).astype(jnp.int32), "model") > 0
