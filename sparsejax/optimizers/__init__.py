@@ -1,7 +1,7 @@
-"""How parameters move: the optimizer, gradients of rows, rules and schedules.
+"""Updates of parameters: the optimizer, gradients of rows, rules and schedules.
 
-Above the operations, below the layers. Users import the names below; the other wings may
-import `optimizer`, `gradients`, `row_gradient`, `rules` and `schedules`.
+This package imports the operations, and the layers import it. Users import the names below;
+other packages may import `optimizer`, `gradients`, `row_gradient`, `rules` and `schedules`.
 """
 
 from sparsejax.optimizers.gradients import RowParam as RowParam

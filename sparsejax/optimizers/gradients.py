@@ -1,4 +1,4 @@
-"""Gradients that hold only the rows a batch has touched.
+"""Gradients that have only the rows that a batch has touched.
 
 A kernel that `lookup` reads is not differentiated. Each lookup adds a *tap*, a zero
 that is never read, to its sums. The tap is differentiated, and its gradient is
@@ -9,8 +9,8 @@ lookups of a kernel together, on the touched rows only::
     backward    dY_k = d loss / d tap_k
     afterwards  rows of sum_k X_k^T dY_k
 
-A tap does not see other uses of W. A first, abstract pass over the loss finds
-out whether there is one, see `_trace`.
+A tap does not cover other uses of W. A first, abstract pass over the loss checks
+whether there are any, see `_trace`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from sparsejax.ops.row_update import takes_rows
 from sparsejax.optimizers.row_gradient import RowGradient, RowSums, RowTerms
 from sparsejax.sparse import CSR, sums_so_far
 
-Path = tuple[Any, ...]  # of attribute names and indices
+Path = tuple[Any, ...]  # attribute names and indices
 Dense = Literal["error", "allow"]
-# Makes a kernel from its stored array, with all rows up to date.
+# Function that brings all rows of a kernel's stored array up to date.
 Settler = Callable[[jax.Array], jax.Array]
-# How the rows of a kernel are summed: (x, kernel, implementation) -> [batch, hidden].
+# Function that sums rows of a kernel: (x, kernel, implementation) -> [batch, hidden].
 Reader = Callable[[LookupRows, jax.Array, Implementation], jax.Array]
 
 
 class RowParam(nnx.Param):
-    """A `[rows, hidden]` parameter. A step reads few of its rows, through `lookup`.
+    """A `[rows, hidden]` parameter of which a step reads few rows, through `lookup`.
 
     `RowParam(array, rule=adagrad(0.1))` has a rule of its own. Without one, the rule of
     the `Optimizer` trains it.
@@ -60,7 +60,7 @@ class RowParam(nnx.Param):
     True
     """
 
-    # Rows in host memory go when it goes.
+    # Rows in host memory are freed with the parameter, by a weak reference.
     __slots__ = ("__weakref__",)
 
 
@@ -92,7 +92,7 @@ def lookup(
     scope, x = _scope.get(), gather.combined(x, combiner)
     if scope is None or not isinstance(kernel, RowParam):
         w = kernel[...]
-        if isinstance(x, ShardedCSR):  # the gradient has this type
+        if isinstance(x, ShardedCSR):  # the gradient's type has this sharding
             w = reshard_if_explicit(w, BY_ROWS)
         return _read(None, x, w, implementation, dtype)
     return scope.read(kernel, x, implementation, dtype)
@@ -111,12 +111,12 @@ def rows_of(
       ids: row numbers; -1 gives zeros and touches no row.
     """
     if not isinstance(kernel, RowParam):
-        # Out of range, so that zeros have no part in the gradient.
+        # Padding ids are out of range, so that they have no gradient.
         ids = jnp.where(ids >= 0, ids, kernel.shape[0])
         return kernel[...].at[ids].get(mode="fill", fill_value=0)
     count = len(ids)
-    if is_divided(kernel):  # "data" divides the rows that are asked for
-        # Gathered once here, and not for each number that is made of them.
+    if is_divided(kernel):  # the ids are divided over "data"
+        # Gathered once here: otherwise each array computed from the ids is gathered.
         ids = replicated(ids)
         ids = jnp.pad(ids, (0, -count % axis_sizes()[0]), constant_values=-1)
     used = ids >= 0
@@ -134,22 +134,22 @@ def rows_of_parts(
     distinct: int,
     wire_dtype: jax.typing.DTypeLike | None = None,
 ) -> Float[Array, "count hidden"]:
-    """`rows_of` on a mesh, where each device asks for its own ids.
+    """`rows_of` on a mesh on which each device has its own ids.
 
-    A device asks for a row once, and adds the gradients of a row before they cross.
+    A device receives each row once, and adds up the gradients of a row before it sends them.
 
     Args:
       kernel: a `RowParam` whose rows are divided over "model".
-      ids: row numbers, which all devices divide evenly; -1 gives zeros and touches no row.
-      distinct: the most distinct rows that a device asks for.
-      wire_dtype: dtype in which rows and gradients cross; None is the kernel's.
+      ids: row numbers, divided evenly over all devices; -1 gives zeros and touches no row.
+      distinct: the most distinct rows that a device reads.
+      wire_dtype: dtype in which rows and gradients are sent; None is the kernel's.
     """
     rows = one_each(ids, kernel.shape[0], distinct=distinct, wire_dtype=wire_dtype)
     return lookup(kernel, rows)
 
 
 def whole(kernel: nnx.Variable) -> Float[Array, "rows *hidden"]:
-    """All rows of a kernel; within `Optimizer.reading`, up to date.
+    """All rows of a kernel; while `Optimizer.reading` is open, up to date.
 
     >>> whole(RowParam(jnp.ones((5, 3)))).shape
     (5, 3)
@@ -175,8 +175,8 @@ def value_and_grad(
     >>> grads["kernel"][...].ids
     Array([1, 3], dtype=int32)
 
-    No gradient of a kernel's full size is made. `f` is traced twice, the first time
-    only for its shapes, so side effects in plain Python (as `print`) happen twice.
+    No gradient with a kernel's full size is made. `f` is traced twice, the first time
+    only for its shapes, so side effects in Python (such as `print`) happen twice.
 
     Args:
       f: function that is called as `f(model, ...)`, and returns a scalar.
@@ -222,20 +222,20 @@ def grad(
 
 
 class UpdatePlan(NamedTuple):
-    """How an optimizer wants the kernels of a model read and differentiated.
+    """How an optimizer reads and differentiates the kernels of a model.
 
     Attributes:
-      readers: how the rows of a kernel are read. A kernel that is not in here is read as
-        it is.
-      whole: kernels that are to have a dense gradient.
+      readers: functions that read rows of kernels. A kernel without a reader is read
+        without changes.
+      whole: kernels that get a dense gradient.
     """
 
     readers: Mapping[Path, Reader]
     whole: frozenset[Path]
 
 
-# Makes a plan for the model, given the kernels that are read elsewhere, and the
-# capacity of the RowGradient of each kernel.
+# Makes a plan for the model, the kernels that are also read outside lookups, and the
+# capacity of each kernel's RowGradient.
 Planner = Callable[[Any, AbstractSet[Path], Mapping[Path, int]], UpdatePlan]
 
 
@@ -247,7 +247,7 @@ def value_and_grad_with(
     has_aux: bool,
     dense: Dense,
 ) -> Callable[..., Any]:
-    """`value_and_grad` that reads rows as an optimizer has them."""
+    """`value_and_grad` with rows that are read as an optimizer's plan says."""
     if dense not in ("error", "allow"):
         raise ValueError(f'dense is "error" or "allow", got {dense!r}')
 
@@ -320,23 +320,24 @@ def row_params(
 
 
 def is_divided(kernel: nnx.Variable) -> bool:
-    """Whether the rows of a kernel lie over the axis "model" of a mesh.
+    """Whether the rows of a kernel are divided over the mesh axis "model".
 
-    A kernel that a `SparseOutput` shares may lie over "data" too.
+    A kernel that a `SparseOutput` shares may be divided over "data" too.
     """
     axes, *_ = kernel.get_metadata().get("out_sharding") or (None,)
     return "model" in (axes or ())
 
 
 def is_differentiating() -> bool:
-    """Whether this is traced within the loss of `value_and_grad`."""
+    """Whether the loss of `value_and_grad` is being traced."""
     return isinstance(_scope.get(), _Recorder)
 
 
 def is_read_once(kernel: nnx.Variable) -> bool:
-    """Whether this is traced within such a loss, and one lookup alone reads the kernel.
+    """Whether a loss of `value_and_grad` is being traced in which one lookup reads the kernel.
 
-    The gradients of several lookups are sorted together. The pass that finds the lookups says no.
+    It is false in the pass that finds the lookups. Gradients of several lookups are sorted
+    together.
     """
     scope = _scope.get()
     return isinstance(scope, _Recorder) and scope.read_once(kernel)
@@ -352,8 +353,8 @@ def reading(
 
     Args:
       model: the model.
-      readers: how to read rows of some of its kernels. The others are read as they are.
-      settlers: functions that `whole` applies to some of its kernels.
+      readers: functions that read rows of some kernels. Other kernels are read without changes.
+      settlers: functions that `whole` applies to some kernels.
     """
     kernels, wholes = row_params(model, ...), settlers or {}
     scope = _Reading(
@@ -406,7 +407,7 @@ def _read(
     implementation: Implementation,
     dtype: jax.typing.DTypeLike | None,
 ) -> jax.Array:
-    """Sums of rows, as a reader has them; without one, of rows as they are."""
+    """Sums of rows, computed by a reader if there is one."""
     if reader is None:
         return gather.gather_matmul(x, w, dtype=dtype, implementation=implementation)
     y = reader(x, w, implementation)
@@ -432,11 +433,11 @@ class _Recorder:
         self.known = {id(v) for v in row_params(arguments, ...).values()}
         self.calls: list[_Call] = []
         self.inputs: list[LookupRows] = []
-        # None in the abstract pass.
+        # None in the first, abstract pass.
         self.taps: Sequence[jax.Array] | None = None
         self.readers: Mapping[Path, Reader] = {}
         self.dense: AbstractSet[Path] = frozenset()
-        # The calls that the abstract pass has found.
+        # The calls that the first, abstract pass has found.
         self.expected: Sequence[_Call] = ()
 
     def read_once(self, kernel) -> bool:
@@ -452,7 +453,7 @@ class _Recorder:
         outermost = _trace_state() == self.trace
         abstract = self.taps is None
         if not outermost and (abstract or path in self.dense):
-            # `_trace` sees an ordinary use.
+            # `_trace` then finds an ordinary use.
             return _read(None, x, w, implementation, dtype)
         stop = abstract or path in self.dense
         w = jax.lax.stop_gradient(w) if stop else _not_differentiable(w)
@@ -470,7 +471,7 @@ class _Recorder:
 
 
 class _Reading:
-    """The work of `lookup` and `whole` within `reading`."""
+    """How `lookup` and `whole` read kernels while `reading` is open."""
 
     def __init__(
         self, readers: Mapping[int, Reader | None], settlers: Mapping[int, Settler]
@@ -489,7 +490,7 @@ class _Reading:
         return kernel[...] if settle is None else settle(kernel[...])
 
 
-# One for each thread and each asyncio task.
+# Each thread and each asyncio task has its own scope.
 _scope: contextvars.ContextVar[_Recorder | _Reading | None] = contextvars.ContextVar(
     "sparsejax_lookup", default=None
 )
@@ -514,13 +515,13 @@ def _trace_state():
 
 
 def _trace(f, kernels, has_aux, model, args, kwargs) -> tuple[list[_Call], set[Path]]:
-    """Traces the loss abstractly: its lookups, and the kernels it also reads elsewhere.
+    """Traces the loss abstractly; finds its lookups, and kernels that it also reads elsewhere.
 
-    Each kernel goes through a custom_vjp identity, whose backward rule JAX runs (while
-    tracing) only where the cotangent is not a symbolic zero: if some use of the kernel
-    other than a lookup has a gradient. The loss is differentiated in a scalar beside
+    Each kernel passes through a custom_vjp identity, whose backward rule JAX runs (while
+    tracing) only if the cotangent is not a symbolic zero: if some use of the kernel
+    other than a lookup has a gradient. The loss is differentiated in a scalar, not in
     the kernel, so that no zeros of the kernel's size are made. Nothing is computed, and
-    changes of the model's state by the loss go to a copy.
+    changes that the loss makes to the model's state affect a copy.
     """
     if not kernels:
         return [], set()
@@ -568,7 +569,7 @@ _attach.defvjp(lambda y, tap: (y, None), lambda _, dy: (dy, dy))
 
 @jax.custom_vjp
 def _not_differentiable(w):
-    """`w`; an error if it is differentiated, as its derivative would be wrong."""
+    """Returns `w`; an error if it is differentiated, as its derivative would be wrong."""
     return w
 
 

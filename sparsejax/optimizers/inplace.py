@@ -1,9 +1,9 @@
 """Programs that overwrite the arrays of variables.
 
 A program to which an array is donated writes its result into the memory of the array. The
-array is then deleted for all its holders. One holder may be a copy by `nnx.clone`, which
-shares the arrays of its original. An array with another holder is therefore copied first.
-The copy wastes no memory, because both values are still needed.
+array is then deleted for all objects that refer to it. One of these may be a copy by
+`nnx.clone`, which shares the arrays of its original. So an array with several references is
+copied first. The copy wastes no memory, because both values are still needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def variables_of(modules: Any) -> list[nnx.Variable]:
         if isinstance(node, nnx.Variable)
     }
     flat = nnx.to_flat_state(nnx.state(modules))
-    # An array may also be an attribute itself.
+    # Arrays that are attributes themselves are not returned.
     return [found[tuple(path)] for path, _ in flat if tuple(path) in found]
 
 
@@ -42,7 +42,7 @@ def overwrite[Result](
 ) -> Result:
     """Runs a program that donates the arrays of variables, and stores its results in them.
 
-    Signals such as Ctrl-C are handled after the end, never between program and storing.
+    Signals such as Ctrl-C are handled afterwards, never between the program and the storing.
 
     Args:
       variables: the program may donate their arrays; it reads them when called.
@@ -55,7 +55,7 @@ def overwrite[Result](
     return result
 
 
-# Flax asks for each value in which trace it is set: 1.5 us, and a step has a hundred.
+# Flax checks at each assignment in which trace the value is set: 1.5 us, a hundred times a step.
 _raw_value = inspect.getattr_static(nnx.Variable, "_raw_value", None)
 _set_value = getattr(_raw_value, "__set__", nnx.Variable.set_raw_value)
 
@@ -65,7 +65,7 @@ def _store(
 ) -> None:
     """Sets the values of variables that were all made in one trace."""
     for variable, array in zip(variables[:1], arrays[:1], strict=True):
-        variable.set_raw_value(array)  # raises if this is another trace
+        variable.set_raw_value(array)  # raises an error in another trace
     for variable, array in zip(variables[1:], arrays[1:], strict=True):
         _set_value(variable, array)
 
@@ -76,27 +76,27 @@ def is_variable(path: Sequence[Any], node: Any) -> bool:
 
 
 class Flattened:
-    """NNX modules as a list of values, one for each variable: found once, used at each call.
+    """NNX modules as a list of values, one for each variable; the list is found only once.
 
     To split and merge modules takes milliseconds of Python at each call of a program. Here a
     program takes and gives values alone, and overwrites them in place.
 
-    Under `jax.set_mesh(make_mesh(...))`, whatever is not divided is copied to every device.
+    Under `jax.set_mesh(make_mesh(...))`, all arrays that are not divided are copied to every device.
 
     Args:
-      modules: such as `(model, optimizer)`.
+      modules: modules, such as `(model, optimizer)`.
 
     Attributes:
-      variables: all their variables.
+      variables: all variables of the modules.
       graphdef: the graph of the modules.
-      structure: tree of their variables, whose leaves are the values.
-      layout: how each array of the variables lies on the mesh; None without one.
+      structure: tree of the variables, whose leaves are the values.
+      layout: sharding of each variable's array on the mesh; None without a mesh.
       constants: arrays that are attributes themselves, not in a variable.
     """
 
     def __init__(self, modules: Any):
         self.variables = variables_of(modules)
-        unshare(self.variables)  # once placed, they may share memory
+        unshare(self.variables)  # after placement they may share memory
         if mesh_is_set():
             state = jax.tree.map(jnp.asarray, nnx.state(modules, is_variable))
             nnx.update(modules, put_on_mesh(state))
@@ -120,15 +120,15 @@ class Flattened:
 
 
 def unshare(variables: Sequence[nnx.Variable]) -> None:
-    """Copies each array that has a holder other than its variable."""
-    # By `map` alone: this runs at each step, before the device has work.
+    """Copies each array that is referred to by others than its variable."""
+    # Only `map` is used: this runs at each step, while the device waits.
     values = [variable.get_raw_value() for variable in variables]
     if max(map(sys.getrefcount, values), default=0) <= _holders_in_list():
         return
     del values
     if not any(map(_is_shared, variables)):
         return
-    gc.collect()  # it may have been garbage that held them
+    gc.collect()  # the references may be garbage
     for variable in variables:
         if _is_shared(variable):
             variable.set_raw_value(_copied(variable.get_raw_value()))
@@ -138,7 +138,7 @@ def _is_shared(variable: nnx.Variable) -> bool:
     if not isinstance(variable.get_raw_value(), jax.Array):
         return False
     if isinstance(variable.get_raw_value(), jax.core.Tracer):
-        return False  # within a program nothing is overwritten
+        return False  # while tracing nothing is overwritten
     return _holders(variable) > _holders_of_own()
 
 
@@ -148,29 +148,29 @@ def _holders(variable: nnx.Variable) -> int:
 
 @functools.cache
 def _holders_of_own() -> int:
-    """`_holders` of an array that only its variable holds; depends on Python's version."""
+    """`_holders` of an array that only its variable refers to; depends on Python's version."""
     return _holders(nnx.Variable(_new()))
 
 
 @functools.cache
 def _holders_in_list() -> int:
-    """Number of references to an array that a list holds, too."""
+    """The number of references to an array that is also in a list."""
     value = nnx.Variable(_new())
     return max(map(sys.getrefcount, [value.get_raw_value()]))
 
 
 def _new() -> jax.Array:
-    """An array for which nothing is compiled."""
+    """Makes an array without compiling anything."""
     return jax.device_put(np.zeros((), np.float32))
 
 
 def _copied(array: jax.Array) -> jax.Array:
-    """A copy on the same devices. Processes need not make it together."""
+    """Copies an array on its devices. Other processes need not call this."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = _copied(jax.random.key_data(array))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     with without_mesh():  # each part stays on its device
-        # A copy of an array without a fixed place has none, too. Otherwise programs are
+        # The copy of an uncommitted array must be uncommitted, too. Otherwise programs are
         # compiled again.
         if not array.committed:
             return jnp.copy(array)
@@ -179,19 +179,19 @@ def _copied(array: jax.Array) -> jax.Array:
 
 
 class HostCopy:
-    """The arrays that variables have now, in the memory of the host."""
+    """A copy of the variables' current arrays in the memory of the host."""
 
     def __init__(self, variables: Sequence[nnx.Variable]):
         self._copies = [(v, _on_host(v.get_raw_value())) for v in variables]
 
     def restore(self) -> None:
-        """Gives the variables these values back."""
+        """Sets the variables to the copied values."""
         for variable, again in self._copies:
             variable.set_raw_value(again())
 
 
 def _on_host(array: jax.Array) -> Callable[[], jax.Array]:
-    """Copies an array to the host; the result puts it back on the same devices."""
+    """Copies an array to the host; returns a function that copies it back to its devices."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         again, impl = _on_host(jax.random.key_data(array)), jax.random.key_impl(array)
         return lambda: jax.random.wrap_key_data(again(), impl=impl)

@@ -1,8 +1,8 @@
-"""Optimizers that write only the rows a step touches, and equal their dense twins.
+"""Optimizers that write only the rows a step touches, with the results of dense rules.
 
-With a dense rule every step also changes the rows whose gradient is zero. Here a step leaves
-these rows as they are, and they catch up later. The state of a row catches up when the row is
-next written. Its weights, under rules that move them, also catch up whenever they are read.
+With a dense rule every step also changes the rows whose gradient is zero. Here a step does
+not write these rows; they catch up later. The state of a row catches up when the row is
+next written. Its weights, under rules that change them, also catch up whenever they are read.
 After `Optimizer.flush` all weights are those of the dense rule, up to rounding.
 
 >>> rate = schedule("cosine_decay_schedule", init_value=1e-3, decay_steps=10_000)
@@ -49,35 +49,35 @@ from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.row_gradient import RowGradient, RowTerms
 from sparsejax.optimizers.rules import Rule
 
-# Reading a row up to date and writing it costs about ten times as much as a row of a pass
+# Reading an up-to-date row and writing it takes about ten times as long as a row in a pass
 # over the kernel (on a CPU, 256 floats a row: 3.6 us against .36), and a batch touches
-# somewhat fewer rows than it may.
+# fewer rows than it might.
 _LARGE_PART = 8
 
 
 class Moved(NamedTuple):
-    """How the rows of a parameter are made from rows of others, see `Optimizer.move_rows`.
+    """How the rows of a new parameter are made from rows of others, see `Optimizer.move_rows`.
 
     Attributes:
-      sources: the paths of the parameters before.
-      make: function that makes an array with a row for each row of the parameter. It is called
-        with an array of initial rows, and one for each source.
+      sources: paths of the old parameters.
+      make: function that makes an array with a row for each row of the parameter. Its arguments
+        are an array of initial rows, and an array for each source.
     """
 
     sources: tuple[Path, ...]
     make: Callable[..., jax.Array]
 
 
-# Takes and gives some rows by name: brings them up to date.
+# A function that brings rows up to date: it takes and returns arrays by name.
 HostSettler = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
 
 
 @runtime_checkable
 class HostRows(Protocol):
-    """Rows of a kernel that are in host memory: "host" in its metadata."""
+    """Rows of a kernel that are in host memory: the entry "host" in the kernel's metadata."""
 
     def forget_slots(self) -> None:
-        """Marks all rows as missing on the devices: each is copied there again when needed."""
+        """Marks all rows as absent from the devices: each is copied there again when needed."""
         ...
 
     def attach(
@@ -88,7 +88,7 @@ class HostRows(Protocol):
         *,
         reading: bool = False,
     ) -> None:
-        """Says which variables have the rows that are on the devices, and their rule."""
+        """Sets the variables that hold the rows on the devices, and their rule."""
         ...
 
     def check_state(self, state: Mapping[str, nnx.Variable]) -> None:
@@ -96,18 +96,18 @@ class HostRows(Protocol):
         ...
 
     def variables(self) -> list[nnx.Variable]:
-        """Lists the variables of the last `attach`."""
+        """The variables that were passed to the last `attach`."""
         ...
 
     def save(self, folder: str | os.PathLike[str]) -> list[str]:
-        """Writes rows to a folder. Returns the names of the files."""
+        """Writes all rows to files in a folder, and returns the names of the files."""
         ...
 
     def load(self, folder: str | os.PathLike[str], names: list[str]) -> None:
-        """Reads these files.
+        """Reads rows from files that `save` wrote.
 
         Raises:
-          ValueError: a file was altered, or is of another model.
+          ValueError: a file was changed, or belongs to another model.
           OSError: a file cannot be read.
         """
         ...
@@ -116,9 +116,8 @@ class HostRows(Protocol):
         """Brings all rows up to date.
 
         Args:
-          settled: function that takes and returns some rows, "row", and the arrays of their
-            state.
-          everywhere: whether rows that no batch has touched yet are included.
+          settled: function that brings rows ("row") and their state arrays up to date.
+          everywhere: whether to include rows that no batch has touched yet.
         """
         ...
 
@@ -127,13 +126,13 @@ _HOST_ROW = "row"
 
 
 class _Ahead(NamedTuple):
-    """Steps within `Optimizer.ahead`.
+    """The steps that are prepared while `Optimizer.ahead` is open.
 
     Attributes:
-      first: the first of the steps.
-      last: updates of this step and later ones change nothing; None if there are none.
-      tables: for each rule and dtype the table of each step, one after the other. No row
-        misses more steps than they have.
+      first: number of the first step.
+      last: updates of this step and later ones change nothing; None if all steps count.
+      tables: for each rule and dtype the lag tables of all steps, concatenated. No row
+        may have missed more steps than they have lags.
     """
 
     first: jax.Array
@@ -147,12 +146,12 @@ _ahead: contextvars.ContextVar[_Ahead | None] = contextvars.ContextVar(
 
 
 def updates_whole(rows: int, entries: int, *, in_programs: bool = False) -> bool:
-    """Whether a kernel whose rows drift is updated as a whole, not by single rows.
+    """Whether it is faster to update a whole kernel than single rows, if its rows drift.
 
     Args:
       rows: number of rows of the kernel.
-      entries: how many of them a batch may touch.
-      in_programs: whether GPU programs read rows up to date and move them.
+      entries: most rows that a batch touches.
+      in_programs: whether GPU programs bring rows up to date while they read and write them.
     """
     return rows <= (entries if in_programs else _LARGE_PART * entries)
 
@@ -170,12 +169,11 @@ _settled = jax.jit(row_update.settle, static_argnames=_static)
 def compile_flush(
     optimizer: Optimizer, model: Any, *, deterministic: bool = False
 ) -> list[Callable[[], None]]:
-    """Calls that compile the programs of `Optimizer.flush`, for other threads.
+    """Functions that compile the programs of `Optimizer.flush`, for other threads.
 
-    Rows in host memory have no such program: they are brought up to date in pieces. The
-    model and
-    the optimizer may have shapes in place of arrays. They may be changed before the calls
-    are done.
+    Rows in host memory need no such program: they are brought up to date in pieces. The
+    model and the optimizer may have shapes in place of arrays. They may be changed before the
+    functions are called.
     """
     return [
         functools.partial(
@@ -186,7 +184,7 @@ def compile_flush(
             noise=as_shapes(optimizer.noise_of(path)),
             divided=gradients.is_divided(kernel),
             beyond=0,
-            young=True,  # most are, see `are_young`
+            young=True,  # the usual case, see `are_young`
         )
         for path, kernel in optimizer._drifting(model).items()
     ]
@@ -217,15 +215,15 @@ class Optimizer(nnx.Pytree):
     `nnx.OptState` variables: a checkpoint of `nnx.state((model, optimizer))`, taken at
     any step, is complete.
 
-    State is kept in float32, also that of a parameter in bfloat16. Such a parameter is
-    moved in float32, and then rounded at random so that its expectation stays. The random
-    bits depend on (seed, step, row, column) alone: not on the mesh, the implementation or
+    State is kept in float32, also for a parameter in bfloat16. Such a parameter is
+    updated in float32, and then rounded at random with an unchanged expectation. The random
+    bits depend on (seed, step, row, column) only: not on the mesh, the implementation or
     the order of the work. See docs/optimizers.md.
 
     Args:
-      model: the parameters are those it has now.
+      model: the model to train, with its initial parameters.
       rule: one of `sparsejax.optimizers`, such as `adam(1e-3)`. A `RowParam` that was made
-        with a rule of its own, such as a table of an `EmbeddingCollection`, keeps that.
+        with a rule of its own, such as a table of an `EmbeddingCollection`, keeps that rule.
       wrt: which Variables to train.
       dense: an optax transformation for all other parameters, such as `optax.adam(1e-3)`;
         by default they have `rule` too.
@@ -234,7 +232,7 @@ class Optimizer(nnx.Pytree):
     Attributes:
       step: `[]` int32 variable, the number of steps done.
       rounding: for each parameter in bfloat16, by its path, a `[]` int32 variable: the seed
-        of its rounding. A parameter that is not there is rounded to nearest.
+        of its rounding. Other parameters are rounded to nearest.
     """
 
     @promoting()
@@ -290,12 +288,12 @@ class Optimizer(nnx.Pytree):
         return self.rule.dense() if self.transformation is None else self.transformation
 
     def _drifting(self, model: Any) -> dict[Path, RowParam]:
-        """The kernels whose rows also move in steps that do not touch them."""
+        """The kernels whose rows also change in steps that do not touch them."""
         kernels = gradients.row_params(model, self.wrt)
         return {p: k for p, k in kernels.items() if self.rule_of(k).drifts}
 
     def _ordinary(self, tree: Any) -> dict[str, jax.Array]:
-        """The parameters of a model, or their gradients, that are no `RowParam`."""
+        """The parameters of a model that are no `RowParam`, or their gradients."""
         wanted = nnx.All(self.wrt, nnx.Not(RowParam))
         variables = nnx.to_flat_state(nnx.state(tree, wanted))
         return {_key(path): variable[...] for path, variable in variables}
@@ -307,11 +305,11 @@ class Optimizer(nnx.Pytree):
         has_aux: bool = False,
         dense: gradients.Dense = "error",
     ) -> Callable[..., Any]:
-        """`sparsejax.value_and_grad` that reads rows as the dense rule would have them.
+        """`sparsejax.value_and_grad` that reads rows as the dense rule would have updated them.
 
-        Rows are brought up to date on the fly and not written. If they drift and the
+        Rows are brought up to date while they are read, and not written. If they drift and the
         batch may touch a large part of a kernel, an update of the whole kernel is
-        quicker: it is brought up to date in place, and its gradient is a dense array. A
+        faster: it is brought up to date in place, and its gradient is a dense array. A
         kernel that the loss also reads elsewhere (`dense="allow"`) has a dense gradient
         too.
         """
@@ -321,20 +319,20 @@ class Optimizer(nnx.Pytree):
 
     @promoting()
     def update(self, model: Any, grads: Any, *, updated: Sequence[Path] = ()) -> None:
-        """One step: moves the parameters of `model` and the state here.
+        """Applies one step: updates the parameters of `model` and the optimizer's state.
 
         Args:
           model: the parameters are updated in place.
-          grads: gradients from `value_and_grad`, also clipped or accumulated.
+          grads: gradients from `value_and_grad`, possibly clipped or accumulated.
           updated: paths of parameters that are no `RowParam` and that the caller updates
             in this step, together with their `state_of`. Their gradients are not read.
 
         Raises:
-          ValueError: the optimizer was made for another model; a gradient is missing or of
-            another shape, or it was taken at
-            rows that may be out of date: from `sparsejax.value_and_grad` with a rule
-            that drifts. (Dense gradients of such rows, from `nnx.value_and_grad`, raise
-            too, or under tracing make the rows NaN.)
+          ValueError: the optimizer was made for another model; a gradient is missing or has
+            another shape; or it was computed from rows that may be out of date: by
+            `sparsejax.value_and_grad` with a rule under which rows drift. (Dense gradients of
+            such rows, from `nnx.value_and_grad`, raise too, or under tracing make the rows
+            NaN.)
         """
         self._check_made_for(model)
         flat = dict(nnx.to_flat_state(grads))
@@ -362,16 +360,17 @@ class Optimizer(nnx.Pytree):
 
     @promoting()
     def add_rows(self, model: Any, known: Mapping[Path, int]) -> None:
-        """Makes the state fit parameters to which `growth.add_rows` added rows.
+        """Adds state for rows that `growth.add_rows` added to parameters.
 
-        The state of known rows stays. New rows begin as in a new optimizer, at this step.
+        The state of known rows does not change. New rows start as in a new optimizer, at this
+        step.
 
         Args:
-          model: a model whose parameters have already got more rows.
-          known: for the path of each such parameter, how many rows it had.
+          model: a model whose parameters already have the new rows.
+          known: for the path of each such parameter, its number of rows before.
 
         Raises:
-          NotImplementedError: the state of `dense=...` does not have a row for each row.
+          NotImplementedError: the state of `dense=...` has arrays without a row for each row.
         """
         step = self.step[...]
         for path, kernel in gradients.row_params(model, self.wrt).items():
@@ -388,7 +387,7 @@ class Optimizer(nnx.Pytree):
         def grow(place, variable, value):
             before, after = jnp.shape(variable[...]), jnp.shape(value)
             key = getattr(place[-1], "key", None) if place else None
-            # Such state has an entry for each row: row-wise Adagrad has one number.
+            # Some state has one number for each row, as in row-wise Adagrad.
             if (
                 key in rows
                 and before[1:] == after[1:]
@@ -405,19 +404,19 @@ class Optimizer(nnx.Pytree):
         jax.tree_util.tree_map_with_path(grow, self.dense, fresh, is_leaf=is_variable)
 
     def rows_within(self, path: Path, kernel: RowParam) -> dict[str, nnx.OptState]:
-        """The state of the rows of a kernel, of which the end of the path is known.
+        """The state of a kernel's rows; only the end of the kernel's path is given.
 
         Raises:
-          ValueError: the optimizer has no such kernel, or several.
+          ValueError: the optimizer has no such kernel, or several of them.
         """
         return dict(self.rows[self._key_within(path, kernel)])
 
     def settled_within(
         self, path: Path, kernel: RowParam
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The rows of a kernel and their state as `flush` would leave them; writes nothing.
+        """The rows of a kernel and their state as `flush` would write them; nothing is written.
 
-        They are copies if rows drift. See `rows_within`.
+        If rows drift, the result is a copy. See `rows_within`.
         """
         key = self._key_within(path, kernel)
         arrays = {name: variable[...] for name, variable in self.rows[key].items()}
@@ -435,7 +434,7 @@ class Optimizer(nnx.Pytree):
         return trained.w, {**trained.state, "last_step": trained.last}
 
     def host_settler_within(self, path: Path, kernel: RowParam) -> HostSettler | None:
-        """Brings rows in host memory up to date, as `flush` does; None if none drift.
+        """A function that brings rows in host memory up to date, like `flush`; None if none drift.
 
         See `rows_within`.
         """
@@ -444,7 +443,7 @@ class Optimizer(nnx.Pytree):
         return self._host_settler(rule, deterministic=False) if rule.drifts else None
 
     def _key_within(self, path: Path, kernel: RowParam) -> str:
-        """The name of a kernel, of which the end of the path is known."""
+        """The name of a kernel; only the end of its path is given."""
         end = _key(path)
         found = [key for key in self.rows if f"/{key}".endswith(f"/{end}")]
         if len(found) != 1:
@@ -467,9 +466,9 @@ class Optimizer(nnx.Pytree):
 
     @promoting()
     def move_rows(self, model: Any, moved: Mapping[Path, Moved]) -> None:
-        """Makes the state fit row parameters that were made of others.
+        """Makes the state of row parameters whose rows were made from other parameters.
 
-        The state of a row goes where the row went. New rows begin as in a new optimizer, at
+        The state of a row is moved with the row. New rows start as in a new optimizer, at
         this step.
 
         Args:
@@ -497,14 +496,14 @@ class Optimizer(nnx.Pytree):
     def flush(self, model: Any, *, deterministic: bool = False) -> None:
         """Brings all rows of `model` up to date, in place.
 
-        Call it before weights leave training: to evaluate without `reading`, to save or
+        Call it before weights are used elsewhere: to evaluate without `reading`, to save or
         to export. Do not call it in the middle of a run: a catch-up in two parts rounds
         differently.
 
         Args:
           model: the model.
-          deterministic: give the same bits in every process on the same kind of GPU. Not
-            inside a program of your own, whose options hold for all of it.
+          deterministic: whether to compute equal bits in every process on equal GPUs. Not
+            inside a program of your own, whose options apply to all of it.
 
         Raises:
           ValueError: the optimizer was made for a model whose kernels have other rows.
@@ -519,17 +518,17 @@ class Optimizer(nnx.Pytree):
     def ahead(
         self, model: Any, steps: int, count: jax.Array | None = None
     ) -> Iterator[None]:
-        """Lets up to `steps` steps skip the search for rows that missed very many.
+        """While this context is open, up to `steps` steps need not search for very old rows.
 
-        A program that runs many steps opens it around their loop. Rows that would leave the
-        tables of missed steps meanwhile are brought up to date first, in place. The tables
+        A program that runs many steps opens it around their loop. Rows that would meanwhile miss
+        more steps than the lag tables have are brought up to date first, in place. The tables
         of all steps are made at once.
 
         Args:
           model: the model.
-          steps: most steps that are done within it.
-          count: how many of them count. Updates of later ones leave the rows of `RowParam`s,
-            their state and `step` as they are; not so other parameters.
+          steps: most steps that are done in this context.
+          count: number of these steps that count. Updates in later ones do not change the rows of
+            `RowParam`s, their state and `step`; they do change other parameters.
         """
         first = self.step[...]
         made = _Ahead(first, None if count is None else first + count, {})
@@ -553,7 +552,7 @@ class Optimizer(nnx.Pytree):
     def _table_ahead(
         self, rule: Rule, trained: TrainedKernel
     ) -> row_update.LagTable | None:
-        """The rule's table at this step, if it was made ahead."""
+        """The rule's table for the current step, if `ahead` made it; otherwise None."""
         made = _ahead.get()
         key = rule, accumulator(trained.w.dtype)
         if made is None or key not in made.tables:
@@ -586,10 +585,10 @@ class Optimizer(nnx.Pytree):
         return gradients.reading(model, readers, settlers)
 
     def where(self, model: Any, counts: jax.Array, after: Any, before: Any) -> Any:
-        """Selects the state of `(model, self)` after a step where the step counts, else before it.
+        """The state of `(model, self)` after a step if the step counts, otherwise before it.
 
-        Rows of `RowParam`s are taken from the state after the step: `update` leaves
-        them.
+        Rows of `RowParam`s are always taken from the state after the step: `update` does
+        not change them if the step does not count.
         """
         kernels = {(0, *path) for path in gradients.row_params(model, self.wrt)}
 
@@ -613,7 +612,7 @@ class Optimizer(nnx.Pytree):
         return self.rows[_key(path)]
 
     def _check_made_for(self, model: Any) -> None:
-        """Raises ValueError if the state here does not belong to the model's parameters."""
+        """Raises ValueError if the optimizer's state does not match the model's parameters."""
         kernels = self._checked_rows(model)
         if gone := self.rows.keys() - set(map(_key, kernels)):
             raise ValueError(
@@ -633,7 +632,7 @@ class Optimizer(nnx.Pytree):
             )
 
     def _checked_rows(self, model: Any) -> dict[Path, RowParam]:
-        """The kernels of a model; raises ValueError if their state here has other shapes."""
+        """The kernels of a model; raises ValueError if their state has other shapes."""
         kernels = gradients.row_params(model, self.wrt)
         for path, kernel in kernels.items():
             for variable in self._rows_of(path).values():
@@ -673,7 +672,7 @@ class Optimizer(nnx.Pytree):
         table: row_update.LagTable | None = None,
         young: bool = False,
     ) -> None:
-        """Brings a kernel's rows that missed more steps up to date, in place.
+        """Brings rows up to date, in place, that have missed more than `beyond` steps.
 
         See `row_update.settle`.
         """
@@ -681,7 +680,7 @@ class Optimizer(nnx.Pytree):
 
         def settled():
             rule, before = self.rule_of(kernel), self._trained(path, kernel[...])
-            # Compiled, so that the arrays are donated where this is under no jit.
+            # Compiled, so that the arrays are donated if the caller is not under jit.
             trained = _settle[deterministic](
                 rule,
                 before,
@@ -696,14 +695,14 @@ class Optimizer(nnx.Pytree):
         inplace.overwrite([kernel, *state.values()], settled)
 
     def host_rows(self, model: Any, *, reading: bool = False) -> dict[Path, HostRows]:
-        """The rows of a model that are in host memory; they move with their state here.
+        """The rows of a model that are in host memory, attached to this optimizer's state.
 
         Args:
           model: the model.
-          reading: whether rows will not change.
+          reading: whether the rows will only be read.
 
         Raises:
-          ValueError: for reading, rows have the state of another optimizer.
+          ValueError: `reading`, and the rows have the state of another optimizer.
         """
         found = {}
         for path, kernel in gradients.row_params(model, self.wrt).items():
@@ -716,20 +715,20 @@ class Optimizer(nnx.Pytree):
     def _settle_host(
         self, path: Path, kernel: RowParam, host: HostRows, deterministic: bool
     ) -> None:
-        """Brings those rows of a kernel up to date that are in host memory."""
+        """Brings a kernel's rows in host memory up to date."""
         if isinstance(kernel.get_raw_value(), jax.core.Tracer):
             raise ValueError(
                 f"'{_dotted(path)}' has rows in host memory, which a compiled function cannot "
                 "write: call flush outside of it"
             )
-        host.check_state(self._rows_of(path))  # that of a copy would be behind
+        host.check_state(self._rows_of(path))  # not that of a copy
         rule = self.rule_of(kernel)
         settled = self._host_settler(rule, deterministic=deterministic)
-        # Weight decay also moves rows that no batch has touched yet.
+        # Weight decay also changes rows that no batch has touched yet.
         host.settle(settled, everywhere=rule.weight_decay > 0)
 
     def _host_settler(self, rule: Rule, *, deterministic: bool) -> HostSettler:
-        """Brings rows that come from host memory up to date, of a rule that drifts."""
+        """A function that brings rows from host memory up to date, for a rule that drifts."""
         step = self.step[...]
 
         def settled(rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -748,7 +747,7 @@ class Optimizer(nnx.Pytree):
         return settled
 
     def _settler(self, path: Path, kernel: RowParam) -> gradients.Settler:
-        """Makes a whole kernel that is up to date, and changes nothing."""
+        """A function that returns a whole kernel, up to date, without changing the stored one."""
 
         def settled(w: jax.Array) -> jax.Array:
             trained, step = self._trained(path, w), self.step[...]
@@ -783,7 +782,7 @@ class Optimizer(nnx.Pytree):
         return gradients.UpdatePlan(readers, frozenset(whole))
 
     def _whole(self, path: Path, kernel: RowParam, entries: int) -> bool:
-        if _host_of(kernel) is not None:  # most of its rows are elsewhere
+        if _host_of(kernel) is not None:  # most of its rows are in host memory
             return False
         rows, hidden = kernel.shape
         w = kernel[...]
@@ -798,10 +797,10 @@ class Optimizer(nnx.Pytree):
     def _reader(
         self, path: Path, rule: Rule, *, skip: bool = False
     ) -> gradients.Reader:
-        """Reads rows up to date.
+        """A function that reads rows and brings them up to date.
 
         Args:
-          skip: read the kernel itself where no row is behind. (Not under
+          skip: whether to read the kernel directly if all rows are up to date. (Not under
             differentiation: the branches would have copies of the kernel as residuals.)
         """
 
@@ -879,7 +878,7 @@ class Optimizer(nnx.Pytree):
             for key, w in moved.items()
         }
         nnx.update(model, nnx.from_flat_state(new))
-        # The parts that were left out come back.
+        # The parts that were removed are restored.
         after = jax.tree.map(
             lambda b, a: {**b, **a} if isinstance(b, dict) else a,
             before,
@@ -889,10 +888,10 @@ class Optimizer(nnx.Pytree):
         nnx.update(self.dense, nnx.state(after))
 
     def state_of(self, paths: Sequence[Path]) -> dict[Path, State]:
-        """The state arrays of parameters that are no `RowParam`, as the rule names them.
+        """The state arrays of parameters that are no `RowParam`, with the rule's names.
 
         Raises:
-          NotImplementedError: the state of `rule.dense()` does not have them, or the
+          NotImplementedError: the state of `rule.dense()` has no such arrays, or the
             optimizer was made with `dense=`.
         """
         found: dict[Path, State] = {path: {} for path in paths}
@@ -907,7 +906,7 @@ class Optimizer(nnx.Pytree):
                 variable.set_value(states[path][name])
 
     def _dense_arrays(self, paths: Sequence[Path]):
-        """The names and variables of the state of each parameter."""
+        """For each parameter, the names and variables of its state."""
         if self.transformation is not None:
             raise NotImplementedError(
                 "with dense=... an optimizer cannot move "
@@ -936,23 +935,23 @@ class Optimizer(nnx.Pytree):
 
 
 def _tables(rule: Rule, numbers: jax.Array, dtype: Any) -> row_update.LagTable:
-    """The rule's tables after each number of steps, one after the other."""
+    """The rule's tables after each number of steps, concatenated."""
 
     def table(count):
         return rule.lag_table(count, dtype)
 
-    # A CPU's product of many matrices has other bits where the matrices are cut
-    # otherwise, as after a resume. A GPU has equal bits, and would launch ten programs
-    # for each step.
+    # On a CPU the product of many matrices has other bits if the matrices are grouped
+    # differently, as after a resume. On a GPU it has equal bits, and separate products would
+    # launch ten programs for each step.
     return jax.lax.platform_dependent(
         numbers, cpu=functools.partial(jax.lax.map, table), default=jax.vmap(table)
     )
 
 
 def _of_step(place: jax.Array, tables: jax.Array) -> jax.Array:
-    """The table of a step."""
-    # For a GPU, a condition that always holds, which XLA cannot know: it would make a copy of
-    # a part of the tables, outside of the graph of the step and on a stream of its own.
+    """The table of one step."""
+    # For a GPU, a condition that is always true, which XLA cannot know: otherwise it would copy
+    # a part of the tables, outside the graph of the step and on a stream of its own.
     return jax.lax.platform_dependent(
         place,
         tables,
@@ -966,7 +965,7 @@ def _host_of(kernel: RowParam) -> HostRows | None:
 
 
 def _wide(array: jax.Array) -> jax.Array:
-    """A parameter or its gradient in the dtype that rules work in."""
+    """A parameter or its gradient in the dtype in which rules compute."""
     return array.astype(accumulator(array.dtype))
 
 
@@ -977,9 +976,9 @@ def _seed_of(path: Path, seed: int) -> jax.Array:
 
 
 def _after(trained: TrainedKernel, flat: Mapping[Path, Any]) -> dict[Path, Any]:
-    """The row gradients, ordered so that gradients of whole parameters are read after rows moved.
+    """Orders the row gradients so that gradients of whole parameters are read after rows moved.
 
-    On a mesh the rows move while devices add these gradients, with which little else works.
+    On a mesh, rows are updated while devices add these gradients, with which little else overlaps.
     """
     whole = {
         path: leaf
@@ -990,7 +989,7 @@ def _after(trained: TrainedKernel, flat: Mapping[Path, Any]) -> dict[Path, Any]:
     }
 
     def part(whole, w):
-        # It always has, but the compiler does not know it.
+        # Always true, but the compiler does not know it.
         moved = w[0, 0].astype(jnp.float32).view(jnp.int32) | 1 != 0
         return jax.tree.map(lambda g: jnp.where(moved, g, 0), whole)
 
@@ -1000,7 +999,7 @@ def _after(trained: TrainedKernel, flat: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def _without(tree: Any, keys: AbstractSet[str]) -> Any:
-    """A tree whose dictionaries lack some keys."""
+    """A copy of a tree whose dictionaries lack some keys."""
     return jax.tree.map(
         lambda node: (
             {key: value for key, value in node.items() if key not in keys}
@@ -1013,7 +1012,7 @@ def _without(tree: Any, keys: AbstractSet[str]) -> Any:
 
 
 def _key(path: Path) -> str:
-    """A name of its own for each path: parts may have a "/" themselves."""
+    """A unique name for a path: parts of a path may contain "/"."""
     parts = (str(part).replace("~", "~0").replace("/", "~1") for part in path)
     return "/".join(parts)
 
@@ -1025,7 +1024,7 @@ def _dotted(path: Path) -> str:
 def _refuse_stale(
     path: Path, trained: TrainedKernel, g: jax.Array, step: jax.Array
 ) -> jax.Array:
-    """Returns a dense gradient that was taken at up-to-date rows; raises an error for any other."""
+    """Returns a dense gradient if it was computed from up-to-date rows; otherwise an error."""
     stale = trained.stale_rows(step)
     if isinstance(stale, jax.core.Tracer):
         return jnp.where(stale[:, None], jnp.nan, g)
@@ -1045,25 +1044,23 @@ def _init_rows(rule: Rule, kernel: RowParam) -> dict[str, nnx.OptState]:
 
 
 def first_state(rule: Rule, w: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
-    """The state of rows that begin with these weights after some steps."""
+    """The state of rows that have these weights after some steps."""
     arrays = _first_state(rule, w).items()
     return {name: _at_step(name, array, step) for name, array in arrays}
 
 
 def _at_step(name: str, fresh: jax.Array, step: jax.Array) -> jax.Array:
-    """An array of the state of rows that are new at this step."""
+    """A state array for rows that are new at this step."""
     if name != "last_step":
         return fresh
-    return jnp.where(
-        fresh == 0, step, fresh
-    )  # 0 would be steps that the row has missed
+    return jnp.where(fresh == 0, step, fresh)  # with 0 the row would have missed steps
 
 
 def _first_state(rule: Rule, w: jax.Array) -> dict[str, jax.Array]:
     dtype = accumulator(w.dtype)
     arrays = {n: a.astype(dtype) for n, a in rule.start(w.astype(dtype)).items()}
     if rule.decays:
-        # Weight decay moves a row from the first step on, others when it is touched.
+        # Weight decay changes a row from the first step on, other rules when it is touched.
         first = 0 if rule.weight_decay else row_update.NEVER
         arrays["last_step"] = jnp.full(w.shape[0], first, jnp.int32)
     return arrays

@@ -1,4 +1,4 @@
-"""A gradient that holds only the rows a batch has touched, and arithmetic with it."""
+"""A gradient that has only the rows that a batch has touched, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _no_random_numbers(*_: Any) -> NoReturn:
     raise TypeError("these are row ids, no key of random numbers")
 
 
-# JAX refuses arithmetic with keys, and its message has their tag in it.
+# JAX refuses arithmetic with random keys; its message contains this tag.
 _SEAL = jax.extend.random.define_prng_impl(
     key_shape=(1,),
     seed=_no_random_numbers,
@@ -39,7 +39,7 @@ _SEAL = jax.extend.random.define_prng_impl(
 
 
 class RowGradient(abc.ABC):
-    """A gradient of a `[num_rows, hidden]` kernel that is zero but in a few rows.
+    """A gradient of a `[num_rows, hidden]` kernel that is zero except in a few rows.
 
     >>> g = RowSums(jnp.array([1, 3]), jnp.ones((2, 1)), num_rows=4)
     >>> isinstance(g, RowGradient), (2 * g).todense()[:, 0].tolist()
@@ -49,30 +49,30 @@ class RowGradient(abc.ABC):
 
         dense[ids[u]] = values[u]
 
-    There are two kinds. A `RowSums` holds `ids` and `values`. A `RowTerms` holds the terms
-    whose sums the values are; `value_and_grad` returns one if a GPU program of the
-    optimizer can add them. `summed()` turns both into a `RowSums`.
+    There are two kinds. A `RowSums` has `ids` and `values`. A `RowTerms` has terms
+    whose sums are the values; `value_and_grad` returns one if a GPU program of the
+    optimizer can add them. `summed()` converts both to a `RowSums`.
 
     A row gradient can be added to another one or to an array, and multiplied or divided
     by a scalar. The result is a `RowSums` (an array, if an array was added).
 
     Both kinds are pytrees and pass unchanged through `jax.jit`, `lax.scan`, `jax.vmap` and
     `jax.shard_map`. Functions that work leaf by leaf (`jax.tree.map`, `optax.global_norm`,
-    `lax.psum`) would be wrong: the same place of two gradients may belong to different
-    rows. The leaves that name the rows are therefore arrays with which JAX refuses
-    arithmetic, with a `TypeError` in most places. Use
+    `lax.psum`) would be wrong: the same index in two gradients may belong to different
+    rows. The leaves with row numbers are therefore arrays with which JAX refuses
+    arithmetic, with a `TypeError` in most cases. Use
     `is_leaf=lambda g: isinstance(g, RowGradient)` in `jax.tree.map`, and
-    `sparsejax.optimizers.accumulate`, `sparsejax.optimizers.global_norm` and `sparsejax.optimizers.clip_by_global_norm`.
+    `accumulate`, `global_norm` and `clip_by_global_norm` of `sparsejax.optimizers`.
 
     Attributes:
       num_rows: rows of the kernel (static).
       current: whether the loss read rows that were up to date (static). An optimizer
         whose rows drift needs such a gradient, see `Optimizer.value_and_grad`.
       divided: whether the rows of the kernel are divided over the mesh axis "model"
-        (static). Each device then holds the gradient of its own rows.
+        (static). Each device then has the gradient of its own rows.
     """
 
-    __array_ufunc__ = None  # NumPy arrays leave + and * to this class
+    __array_ufunc__ = None  # NumPy arrays then use + and * of this class
 
     num_rows: int
     current: bool
@@ -84,7 +84,7 @@ class RowGradient(abc.ABC):
         """`[capacity]` int32: the touched rows.
 
         They are unique and ascending, padded with `num_rows`. If the gradient is
-        `divided`, this holds for the part of each device.
+        `divided`, this is true for each device's part.
         """
 
     @property
@@ -104,11 +104,11 @@ class RowGradient(abc.ABC):
 
     @abc.abstractmethod
     def summed(self) -> RowSums:
-        """The same gradient as a `RowSums`."""
+        """Converts the gradient to a `RowSums`."""
 
     @abc.abstractmethod
     def where(self, chosen: Bool[Array, ""]) -> RowGradient:
-        """The same gradient if it is chosen, else one that touches no row."""
+        """This gradient if `chosen` is true, otherwise one that touches no row."""
 
     def __getitem__(self, index) -> Any:
         if index is not ...:
@@ -116,7 +116,7 @@ class RowGradient(abc.ABC):
         return self  # so that grads["kernel"][...] is the gradient, as for an array
 
     def todense(self) -> Float[Array, "num_rows hidden"]:
-        """The same gradient as one array."""
+        """Converts the gradient to a dense array."""
         return self._added_to(jnp.zeros(self.shape, self.dtype))
 
     def _added_to(self, dense: jax.Array) -> jax.Array:
@@ -160,7 +160,7 @@ class RowGradient(abc.ABC):
 @jax.tree_util.register_pytree_with_keys_class
 @final
 class RowSums(RowGradient):
-    """A `RowGradient` that holds the ids and the values of the touched rows.
+    """A `RowGradient` with the ids and the values of the touched rows.
 
     >>> RowSums(jnp.array([1, 3]), jnp.ones((2, 1)), num_rows=4).todense()[:, 0].tolist()
     [0.0, 1.0, 0.0, 1.0]
@@ -207,7 +207,7 @@ class RowSums(RowGradient):
 
     @classmethod
     def tree_unflatten(cls, static, leaves) -> RowSums:
-        # Past the constructor: leaves may be shapes, or anything tree.map returned.
+        # Not by the constructor: leaves may be shapes, or anything that tree.map returned.
         self = object.__new__(cls)
         self._ids, self._values = leaves
         self.num_rows, self.current, self.divided = static
@@ -284,7 +284,7 @@ class RowTerms(RowGradient):
 
     @classmethod
     def tree_unflatten(cls, static, leaves) -> RowTerms:
-        self = object.__new__(cls)  # past the constructor, as in RowSums
+        self = object.__new__(cls)  # without the constructor, as in RowSums
         self._by_column, self._data, self._dy, self._unsent = leaves
         self.num_rows, self.current, self.divided = static
         return self
@@ -295,13 +295,13 @@ class RowTerms(RowGradient):
 
 
 def _sealed(indices: jax.Array) -> jax.Array:
-    """Integers as a leaf of a tree with which JAX refuses arithmetic."""
+    """Wraps integers as a leaf of a tree with which JAX refuses arithmetic."""
     bits = lax.bitcast_convert_type(jnp.asarray(indices, jnp.int32), jnp.uint32)
     return jax.random.wrap_key_data(bits[..., None], impl=_SEAL)
 
 
 def _opened(leaf: jax.Array) -> jax.Array:
-    """The integers that are `_sealed` in the leaf."""
+    """The integers that `_sealed` wrapped."""
     return lax.bitcast_convert_type(jax.random.key_data(leaf)[..., 0], jnp.int32)
 
 
@@ -311,7 +311,7 @@ def _is_index(leaf: Any) -> bool:
 
 
 def _each_index[Tree](change: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
-    """The tree with its int32 arrays, sealed or not, changed."""
+    """Applies a function to the int32 arrays of a tree, sealed or not."""
     return jax.tree.map(lambda a: change(a) if _is_index(a) else a, tree)
 
 
@@ -323,7 +323,7 @@ def merge(gradients: Sequence[RowGradient]) -> RowSums:
     """The sum of row gradients of one kernel.
 
     Its capacity is the sum of theirs, or `num_rows` if that is less: nothing can
-    overflow. Values are added in the order given.
+    overflow. Values are added in the given order.
 
     Raises:
       ValueError: there are no gradients, or their kernels differ in shape.
@@ -357,11 +357,11 @@ def merge(gradients: Sequence[RowGradient]) -> RowSums:
 
 
 def _sum_of(ids, values, num_rows: int):
-    """Ids and values of the sum of gradients; ids out of range do not count."""
+    """Ids and values of the sum of gradients; ids out of range are ignored."""
     ids, values = jnp.concatenate(ids), jnp.concatenate(values)
     if not ids.shape[0]:
         return ids, values
-    # A matrix with one entry a row.
+    # A matrix with one entry in each row.
     rows = jnp.arange(ids.shape[0] + 1, dtype=jnp.int32)
     x = CSR(None, ids, rows, num_cols=num_rows)
     ids, sums = scatter_gradient.row_gradient([x], [values], num_rows)
@@ -369,7 +369,7 @@ def _sum_of(ids, values, num_rows: int):
 
 
 def accumulate[Gradients](stacked: Gradients) -> Gradients:
-    """Sums stacked gradients over the leading axis, as `jax.lax.scan` over micro-batches makes it.
+    """Sums gradients over their leading axis, which `jax.lax.scan` over micro-batches makes.
 
     >>> g = RowSums(jnp.array([[1, 3], [0, 1]]), jnp.ones((2, 2, 1)), num_rows=4)
     >>> accumulate(g).todense()[:, 0].tolist()

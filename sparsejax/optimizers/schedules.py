@@ -1,4 +1,4 @@
-"""Learning-rate schedules that a run folder can hold: optax's, by their names."""
+"""Learning-rate schedules that can be stored in a run folder: optax's, by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import optax
 
 from sparsejax import codec
 
-# The schedules of optax whose arguments are all numbers.
+# The schedules of optax that have only numbers as arguments.
 NAMES = (
     "constant_schedule",
     "cosine_decay_schedule",
@@ -29,7 +29,7 @@ NAMES = (
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """See `schedule`."""
+    """A learning-rate schedule, see `schedule`."""
 
     name: str
     options: tuple[tuple[str, Any], ...]
@@ -58,7 +58,7 @@ class Schedule:
 
 
 def schedule(name: str, **options: Any) -> Schedule:
-    """The schedule that optax has under a name, in a form that JSON can hold.
+    """An optax schedule by name, in a form that JSON can represent.
 
     >>> falling = schedule("cosine_decay_schedule", init_value=1e-3, decay_steps=1000)
 
@@ -70,7 +70,7 @@ def schedule(name: str, **options: Any) -> Schedule:
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
-    """Name and options of a schedule, as a JSON object."""
+    """The name and the options of a schedule, as a JSON object."""
     return {"schedule": schedule.name, **dict(schedule.options)}
 
 
@@ -78,7 +78,7 @@ def from_json(document: Mapping[str, Any]) -> Schedule:
     """Reads a schedule from the document that `to_json` made.
 
     Raises:
-      ValueError: it has no name, or an unknown name or option; or an option is not a number.
+      ValueError: the name is missing or unknown, an option is unknown, or it is not a number.
     """
     name, options = codec.read_named(document, "schedule", "the schedule")
     return Schedule(name, tuple(sorted(options.items())))

@@ -1,7 +1,7 @@
-"""How an optimizer updates the rows of a kernel, and catches up rows that it left alone.
+"""Rules by which an optimizer updates rows of a kernel, and catches up rows it left alone.
 
-Each rule is a dense rule of optax and the same rule for single rows. In a step that does
-not touch a row, the dense rule sees a gradient of zero::
+Each rule has a dense form of optax and a form for single rows. In a step that does
+not touch a row, the dense form sees a gradient of zero. A zero gradient::
 
     sgd, adagrad, rowwise_adagrad,
     ftrl                             changes nothing
@@ -54,7 +54,7 @@ NAMES = tuple(_RULES)
 
 
 def get(name: str, **options: Any) -> Rule:
-    """The rule called `name`: `get("adam", learning_rate=1e-3)`.
+    """The rule with this name: `get("adam", learning_rate=1e-3)`.
 
     Raises:
       ValueError: no rule has this name, or the rule has no such option.
@@ -73,10 +73,10 @@ def get(name: str, **options: Any) -> Rule:
 
 
 def to_json(rule: Rule) -> dict[str, Any]:
-    """Name and options of a rule, as a JSON object.
+    """The name and the options of a rule, as a JSON object.
 
     Raises:
-      TypeError: the learning rate is a function that JSON cannot hold.
+      TypeError: the learning rate is a function that JSON cannot represent.
     """
     options = rule.options()
     rate = options["learning_rate"]

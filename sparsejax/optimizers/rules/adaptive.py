@@ -43,16 +43,15 @@ class adagrad(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class rowwise_adagrad(Rule):
-    """Adagrad with one number a row, the exact row-wise Adagrad of FBGEMM and TorchRec.
+    """Adagrad with one number for each row, as in FBGEMM and TorchRec (exact row-wise Adagrad).
 
     ::
 
         v += mean(g^2)                  of the row; v starts at initial_accumulator_value
         w -= learning_rate g / (sqrt(v) + eps)
 
-    A row of an ordinary parameter is the part that one index of its first axis selects.
-    So a bias
-    has plain Adagrad.
+    A row of an ordinary parameter is the part selected by one index of its first axis. So a
+    bias has plain Adagrad.
     """
 
     by_row = True
@@ -63,7 +62,7 @@ class rowwise_adagrad(Rule):
     def dense(self):
         def init(params):
             def of(p):
-                # Made from the parameter's first columns, so that JAX gives it their sharding.
+                # A slice of the parameter, so that JAX gives the state the parameter's sharding.
                 places = (slice(None), *[slice(1)] * (p.ndim - 1))
                 first = self.initial_accumulator_value
                 return jnp.full_like(p[places[: p.ndim]], first)

@@ -1,4 +1,4 @@
-"""The base class of the optimizer rules, and functions that the rules use."""
+"""The base class of optimizer rules, and functions that rules use."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from sparsejax.optimizers.rules.missed_steps import Linear
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A dense optax rule and the same rule for single rows.
+    """An optimizer rule with a dense form (of optax) and a form for single rows.
 
-    `catch_up` and `step` see some rows of a kernel, `[rows, hidden]` in float32, and of
+    `catch_up` and `step` get some rows of a kernel, `[rows, hidden]` in float32, and of
     each of its state arrays. To add a rule, write a subclass.
 
     Attributes:
-      learning_rate: step size: a number, or a function of the number of steps done
-        before, as optax's schedules are (`schedule` makes one that JSON can hold).
+      learning_rate: step size: a number, or a function of the number of previous steps,
+        like optax's schedules (`schedule` makes one that JSON can represent).
       weight_decay: decay rate: each step subtracts `learning_rate * weight_decay * w` from a
         weight `w`. All parameters decay, biases too.
     """
 
-    # Changes to rows that a step does not touch, weight decay apart.
+    # Whether steps that do not touch a row change its state, apart from weight decay.
     shrinks_state: ClassVar[bool] = False
     moves_weights: ClassVar[bool] = False
-    # Whether `step`, and `catch_up` if weights do not drift, work element by element, by
-    # operations that Pallas has on GPUs. A GPU program calls them on pieces of rows.
+    # Whether `step`, and `catch_up` if weights do not drift, work element by element, with
+    # operations that Pallas supports on GPUs. A GPU program calls them on pieces of rows.
     elementwise: ClassVar[bool] = False
-    # Whether they do so apart from means over a row, by the function `mean`, a further
-    # argument of `step`. There, state of one number a row is a number.
+    # Whether they work element by element except for means over a row, computed by `mean`, a
+    # further argument of `step`. In GPU programs, state with one number for each row is a number.
     by_row: ClassVar[bool] = False
     # Whether `step` and `catch_up` apply `weight_decay`.
     takes_weight_decay: ClassVar[bool] = False
@@ -97,18 +97,18 @@ class Rule:
         return self.shrinks_state or self.drifts
 
     def options(self) -> dict[str, Any]:
-        """The arguments that the rule was made with."""
+        """The arguments with which the rule was made."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def rate(self, count: ArrayLike) -> Any:
-        """The learning rate of step `count`, from 1; an array if `count` is an array."""
+        """The learning rate of step `count` (from 1); an array if `count` is an array."""
         if not callable(self.learning_rate):
             return self.learning_rate
         rate = jnp.vectorize(self.learning_rate)(jnp.asarray(count) - 1)
         return jnp.asarray(rate, jnp.float32)
 
     def dense(self) -> optax.GradientTransformation:
-        """The rule for ordinary parameters."""
+        """The dense form of the rule, for ordinary parameters."""
         raise NotImplementedError
 
     def init(self, shape: tuple[int, int]) -> State:
@@ -128,14 +128,14 @@ class Rule:
           w: weights.
           state: state arrays.
           lag: `[rows, 1]` int32, the number of steps that each row has missed.
-          count: steps done so far, including the missed ones.
+          count: number of steps done, including the missed ones.
         """
         return w, state
 
     def numbers(self, count: ArrayLike) -> Any:
-        """The numbers that step `count`, from 1, needs: by default its learning rate.
+        """The numbers that step `count` (from 1) needs: by default its learning rate.
 
-        A tree of numbers that have the shape of `count`. They are computed outside GPU
+        The result is a tree of numbers with the shape of `count`. They are computed outside GPU
         programs.
         """
         return self.rate(count)
@@ -148,7 +148,7 @@ class Rule:
         numbers: Any,
         /,
     ) -> tuple[jax.Array, State]:
-        """Rows that were up to date, after one more step with these `numbers`."""
+        """The rows after one more step with these `numbers`; they must be up to date before."""
         raise NotImplementedError
 
     @property
@@ -160,7 +160,7 @@ class Rule:
         return 0
 
     def lag_table(self, count: jax.Array, dtype: jnp.dtype) -> LagTable:
-        """The table with which rows catch up with `count` steps, made once for all."""
+        """The table by which rows catch up with `count` steps; it is made once for all rows."""
         raise NotImplementedError
 
     def catch_up_by_table(
@@ -170,18 +170,18 @@ class Rule:
         numbers: Sequence[jax.Array],
         shared: Sequence[jax.Array],
     ) -> tuple[jax.Array, State]:
-        """`catch_up` by the numbers that `lag_table` has for the lags of these rows.
+        """`catch_up` with the numbers that `lag_table` has for the lags of these rows.
 
         Args:
           w: weights.
           state: state arrays.
-          numbers: for each column of `by_lag`, `[rows, 1]`.
+          numbers: a column `[rows, 1]` for each column of `by_lag`.
           shared: scalars.
         """
         raise NotImplementedError
 
     def missed(self, rate: Any) -> Linear:
-        """One step with a gradient of zero, for rules that are then linear."""
+        """One step with a zero gradient, for rules that are then linear."""
         raise NotImplementedError
 
     def all_missed(self, lag, count) -> Linear:
@@ -200,7 +200,7 @@ class Rule:
 
 
 class LinearRule(Rule):
-    """A rule that takes weights and state to linear combinations, without a gradient."""
+    """A rule that maps weights and state to linear combinations if the gradient is zero."""
 
     @property
     def table_lags(self) -> int:
@@ -219,12 +219,12 @@ class LinearRule(Rule):
     def after_missed(
         self, w: jax.Array, state: State, missed: Linear
     ) -> tuple[jax.Array, State]:
-        """The rows after these steps."""
+        """The rows after these missed steps."""
         raise NotImplementedError
 
 
 def mean_of_rows(x: jax.Array) -> jax.Array:
-    """The mean over each row; a row is the part that one index of the first axis selects."""
+    """The mean of each row; a row is the part selected by one index of the first axis."""
     return jnp.mean(x, tuple(range(1, x.ndim)), keepdims=True)
 
 
@@ -242,8 +242,8 @@ def _check_schedule(schedule: optax.Schedule) -> None:
 
 
 def power(base: float, exponent: jax.Array) -> jax.Array:
-    """`base^exponent` by operations that Pallas has on GPUs; `base` is 0 to 1."""
+    """`base^exponent` with operations that Pallas supports on GPUs; `base` is in [0, 1]."""
     if base == 0:
         return jnp.where(exponent > 0, 0.0, 1.0)
-    # The base is rounded to float32, because the dense rule multiplies by that in each step.
+    # The base is rounded to float32, because the dense rule multiplies by this in each step.
     return jnp.exp2(exponent * math.log2(np.float32(base)))

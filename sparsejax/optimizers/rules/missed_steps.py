@@ -1,9 +1,9 @@
-"""Many steps without a gradient at once, of rules that are linear in weight and trace.
+"""Many steps with zero gradients at once, for rules that are linear in weight and trace.
 
 With a gradient of zero a step of sgd, momentum or nesterov, or of decoupled weight
-decay, takes a weight w and its trace m to a linear combination of both. Its coefficients
-depend only on the learning rate. The coefficients of many steps are therefore computed
-once for a row, not for each of its weights.
+decay, maps a weight w and its trace m to linear combinations of both. The coefficients
+depend only on the learning rate. So the coefficients of many steps are
+computed once for a row, not for each of its weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 
 from sparsejax.ops.implementations import computed_once
 
-# Missed steps whose rates are worked out together; a power of two. Most rows have
+# Number of missed steps whose rates are computed together; a power of 2. Most rows have
 # missed fewer.
 _CHUNK = 256
 # Lags of a table, see `Rule.lag_table`.
@@ -29,7 +29,7 @@ TABLE = 512
 class Linear(NamedTuple):
     """`w -> w + ww w + wm m`, `m -> mw w + mm m`.
 
-    `ww` is small: added to 1 it would lose the digits that a thousand steps need.
+    `ww` is small: if 1 were added to it, digits that a thousand steps need would be lost.
     """
 
     ww: Any = 0.0
@@ -51,7 +51,7 @@ def constant(step: Linear, lag: Int[Array, "*rows"]) -> Linear:
     """`lag` equal steps: a product of powers, one for each byte of `lag`.
 
     Args:
-      step: Python floats, so that its powers are of double precision.
+      step: one step; Python floats, so that its powers have double precision.
       lag: number of steps, 0 or more.
     """
     total, unit = None, step
@@ -60,7 +60,7 @@ def constant(step: Linear, lag: Int[Array, "*rows"]) -> Linear:
         digit = (lag >> 8 * byte) & 255
         chosen = Linear(*jnp.moveaxis(jnp.asarray(powers, jnp.float32)[digit], -1, 0))
         total = chosen if total is None else total.then(chosen)
-        unit = Linear(*powers[-1].tolist()).then(unit)  # 256 of them
+        unit = Linear(*powers[-1].tolist()).then(unit)  # 256 such steps
     assert total is not None
     return total
 
@@ -68,7 +68,7 @@ def constant(step: Linear, lag: Int[Array, "*rows"]) -> Linear:
 def latest(
     step: Linear | Callable[[jax.Array], Linear], count: jax.Array, most: int
 ) -> Linear:
-    """The last 0, 1, ..., `most` steps before and including number `count`.
+    """The last 0, 1, ..., `most` steps combined, up to and including step `count`.
 
     Args:
       step: a step, if all are equal, or a function of a step's number.
@@ -85,9 +85,9 @@ def latest(
 
 
 def _powers(step: Linear, count: int) -> np.ndarray:
-    """`[count, 4]` float64: 0, 1, ... times the step."""
+    """`[count, 4]` float64: the step applied 0, 1, ... times."""
     sums, width = np.array([Linear()], np.float64), 1
-    last = Linear(*map(np.float64, step))  # `width` times the step
+    last = Linear(*map(np.float64, step))  # the step applied `width` times
     with np.errstate(over="ignore", invalid="ignore"):
         while width < count:
             sums = np.concatenate([sums, np.stack(Linear(*sums.T).then(last), 1)])
@@ -96,13 +96,13 @@ def _powers(step: Linear, count: int) -> np.ndarray:
 
 
 def _running(steps: Linear) -> Linear:
-    """The sums of the first 1, 2, ... of these steps, of which the latest is the first.
+    """The combinations of the latest 1, 2, ... of these steps, which are in descending order.
 
-    `associative_scan` would need half the arithmetic, but take seconds to compile.
+    `associative_scan` would need half the arithmetic, but takes seconds to compile.
     """
     size, width, sums = len(steps.ww), 1, steps
     while width < size:
-        # A sum of `width` steps is joined to the one before it.
+        # A combination of `width` steps is joined to the one before it.
         later = Linear(*(jnp.roll(s, width) for s in sums))
         there = np.arange(size) >= width
         joined = zip(sums.then(later), sums, strict=True)
@@ -114,12 +114,12 @@ def _running(steps: Linear) -> Linear:
 def changing(
     step: Callable[[jax.Array], Linear], lag: Int[Array, "*rows"], count: jax.Array
 ) -> Linear:
-    """The `lag` steps before and including number `count`.
+    """The last `lag` steps combined, up to and including step `count`.
 
     Args:
       step: function that maps an array of step numbers to these steps.
       lag: number of steps, 0 or more.
-      count: number of the last one.
+      count: number of the last step.
     """
     place_in_chunk = jnp.arange(_CHUNK, dtype=jnp.int32)
 

@@ -17,7 +17,7 @@ from sparsejax.optimizers.rules.replay import Replay
 
 @dataclasses.dataclass(frozen=True)
 class _Moments(Rule):
-    """The state of rules that divide a mean gradient by a size of recent gradients."""
+    """The state of rules that divide a mean gradient by the size of recent gradients."""
 
     elementwise = True
     shrinks_state = True
@@ -137,9 +137,9 @@ class adam(_Squares):
 
 @dataclasses.dataclass(frozen=True)
 class adamw(_Squares):
-    """Like `adam`; each step also takes `learning_rate weight_decay w` off a weight.
+    """Like `adam`; each step also subtracts `learning_rate weight_decay w` from a weight.
 
-    The decay is decoupled: the moments do not see it.
+    The decay is decoupled: it does not affect the moments.
     """
 
     takes_weight_decay = True
@@ -148,9 +148,9 @@ class adamw(_Squares):
 
 @dataclasses.dataclass(frozen=True)
 class lazy_adam(adam):
-    """Like `adam`, but rows that a step does not touch stay as they are, moments too.
+    """Like `adam`, but a step does not change rows that it does not touch, or their moments.
 
-    The results are not Adam's. It is the rule of torch's SparseAdam, and of LazyAdam in
+    The results differ from Adam's. It is the rule of torch's SparseAdam, and of LazyAdam in
     TensorFlow Addons. Ordinary parameters have plain Adam.
     """
 
@@ -162,7 +162,7 @@ class lazy_adam(adam):
         return w, state
 
 
-# Missed steps of adamax that are repeated together.
+# Number of missed steps of adamax that are repeated together.
 _TOGETHER = 32
 
 
@@ -177,8 +177,8 @@ class adamax(_Moments):
         w -= learning_rate (m / (1 - b1^t)) / u                        in step t
 
     Rows that a step does not touch are brought up to date by repeating the missed
-    steps, at the defaults at most 159 of them. Further ones change less than rounding
-    does.
+    steps, with the defaults at most 159 of them. Further steps change less than
+    rounding.
 
     Raises:
       ValueError: b1 is not below b2.
@@ -193,7 +193,7 @@ class adamax(_Moments):
 
     def catch_up(self, w, state, lag, count):
         mu, nu = state["mu"], state["nu"]
-        # Rows that were never touched, whose lag is the longest, do not move.
+        # Rows that were never touched, whose lag is the largest, do not change.
         moves = jnp.any(mu != 0, axis=1, keepdims=True)
         owed = jnp.where(moves, jnp.minimum(lag, self._steps), 0)
         first = count - lag
@@ -236,6 +236,6 @@ class adamax(_Moments):
         return math.ceil(math.log(2**-24) / math.log(self.b1 / self.b2))
 
     def _rest(self, t: jax.Array, dtype) -> jax.Array:
-        """`1 - b1^t`, with all digits."""
+        """`1 - b1^t`, computed without cancellation."""
         log = math.log(self.b1) if self.b1 else -math.inf
         return -jnp.expm1(t.astype(dtype) * log)

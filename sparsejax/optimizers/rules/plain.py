@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, with momentum or without."""
+"""Stochastic gradient descent, with or without momentum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsejax.optimizers.rules.missed_steps import Linear
 
 @dataclasses.dataclass(frozen=True)
 class sgd(LinearRule):
-    """::
+    """Stochastic gradient descent::
 
         w -= learning_rate (g + weight_decay w)
 
@@ -45,7 +45,7 @@ class sgd(LinearRule):
 
 @dataclasses.dataclass(frozen=True)
 class momentum(LinearRule):
-    """::
+    """Gradient descent with momentum::
 
         m = momentum m + g + weight_decay w
         w -= learning_rate m

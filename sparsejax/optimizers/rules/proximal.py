@@ -1,4 +1,4 @@
-"""FTRL-Proximal, whose weights are a function of its state."""
+"""FTRL-Proximal, in which weights are a function of the state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsejax.optimizers.rules.base import Rule
 
 
 class FtrlState(NamedTuple):
-    """The state of all ordinary parameters, by their names."""
+    """The state of all ordinary parameters, by the name of the array."""
 
     z: optax.Params
     n: optax.Params
@@ -37,7 +37,7 @@ class ftrl(Rule):
     trained ones, before you make its `Optimizer`.
 
     Raises:
-      NotImplementedError: the learning rate is a function. The sums in z need one alpha.
+      NotImplementedError: the learning rate is a function. The sums in z need a constant alpha.
     """
 
     elementwise = True
@@ -56,7 +56,7 @@ class ftrl(Rule):
 
     def dense(self):
         def part(params, rows, name):
-            """A tree like `params`, from one with a dict in place of each leaf."""
+            """Selects one array of each dict; returns a tree with the structure of `params`."""
             return jax.tree.map(lambda _, row: row[name], params, rows)
 
         def init(params):
@@ -81,7 +81,7 @@ class ftrl(Rule):
         return self.start(jnp.zeros(shape, jnp.float32))
 
     def start(self, w):
-        # The formula of w, solved for z. Where w is 0, any z in [-l1, l1] will do.
+        # The formula of w, solved for z. Where w is 0, any z in [-l1, l1] is a solution.
         slack = jnp.where(w > 0, -self.l1, jnp.where(w < 0, self.l1, 0))
         n = jnp.zeros_like(w)
         return {"z": (slack - w * self._stiffness(n)).astype(w.dtype), "n": n}

@@ -1,19 +1,19 @@
-"""The steps that a row has missed under Adam, without repeating them.
+"""Catches up a row with the steps that it has missed under Adam, without repeating them.
 
 In a missed step t, the k-th after step s, the gradient is zero. It moves a weight by::
 
     m f_k / (sqrt(v) d_k + eps)      f_k = rate_t b1^k / (1 - b1^t),  d_k^2 = b2^k / (1 - b2^t)
 
 where m and v are the moments after step s. The sum of many such steps has no closed form. But
-as a function of `log d` each is smooth, whatever the moments are: its nearest poles are at a
-distance of pi. So all steps t of the last five hundred share a few values D_j of d, and polynomials
-between them carry each step over to these::
+each term is a smooth function of `log d`, whatever the moments are: its nearest poles are at a
+distance of pi. So all steps t of the last five hundred share a few values D_j of d, and
+polynomial interpolation distributes each step over these values::
 
     sum over k of f_k / (sqrt(v) d_k + eps)  =  sum over j of F_j / (sqrt(v') D_j + eps)
 
-`v' = b2^lag v` is the moment brought up to date, so the D_j are the same for all rows. The F_j
-depend on the lag alone: `Replay.table` has them for all lags, once a step. Rows that have missed
-more steps than the table has are rare, and `Replay.repeated` repeats theirs.
+`v' = b2^lag v` is the moment brought up to date, so the D_j are common to all rows. The F_j
+depend on the lag only: `Replay.table` has them for all lags, and is made once a step. Few rows
+have missed more steps than the table has; `Replay.repeated` repeats their steps.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from jaxtyping import Array, Float
 from sparsejax.ops.implementations import computed_once
 from sparsejax.ops.row_update import LagTable
 
-# Values of d. With 14 the sums are exact to 1e-8 also in the first five hundred steps, in which
-# `1 - b2^t` changes much; with 7 to 1e-9 where `log d` has a range of at most .9.
+# Numbers of values of d. With 14 the sums are exact to 1e-8 also in the first five hundred
+# steps, in which `1 - b2^t` changes much; with 7 to 1e-9 if `log d` has a range of at most .9.
 _MANY, _FEW, _NARROW = 14, 7, 0.9
-# Lags of a table: a power of 2. Over them b2 alone gives `log d` a range of at most 1.3.
+# Lags of a table: a power of 2. Over these lags `log d` has a range of at most 1.3 by b2 alone.
 _MOST_LAGS, _RANGE = 512, 1.3
-_BLOCK = 128  # of lags
-# Missed steps that are repeated together.
+_BLOCK = 128  # number of lags in a block
+# Number of missed steps that are repeated together.
 _TOGETHER = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """The missed steps of Adam.
+    """How rows catch up with missed steps of Adam.
 
     Attributes:
       b1: factor that shrinks the first moment.
@@ -62,7 +62,7 @@ class Replay:
 
     @property
     def steps(self) -> int:
-        """Missed steps that count; further ones change less than rounding does.
+        """The number of missed steps that count; further steps change less than rounding.
 
         A missed step moves a weight by about `(b1 / sqrt(b2))^k` of the first one, as
         the first moment shrinks with b1 and the root of the second with sqrt(b2). So
@@ -81,9 +81,10 @@ class Replay:
         return min(_MOST_LAGS, 1 << (fits.bit_length() - 1))
 
     def owed(self, moment: jax.Array, lag: jax.Array) -> jax.Array:
-        """How many of the steps that rows have missed count.
+        """The number of missed steps, for each row, that must be applied.
 
-        Rows that were never touched, whose lag is the longest, have no moment.
+        It is 0 for rows that were never touched: their lag is the largest, but they have no
+        moment.
         """
         moves = jnp.any(moment != 0, axis=1, keepdims=True)
         return jnp.where(moves, jnp.minimum(lag, self.steps), 0)
@@ -98,25 +99,25 @@ class Replay:
         """The table after `count` steps.
 
         Args:
-          rate: the learning rate of steps, from 1.
+          rate: function that returns the learning rate of a step (from 1).
           count: number of steps.
-          kept: for 0, 1, ... of the latest steps, the share of a weight that their
-            weight decay leaves; None if there is no decay.
+          kept: for 0, 1, ... of the latest steps, the fraction of a weight that remains after
+            their weight decay; None if there is no decay.
           dtype: float32, or float64.
 
         Returns:
-          In `by_lag` for each lag `b1^lag`, `b2^lag` and the F_j. In `shared` the D_j, then
-          1 if only the first seven count, else 0.
+          `by_lag` has for each lag `b1^lag`, `b2^lag` and the F_j. `shared` has the D_j, then
+          1 if only the first seven are used, else 0.
         """
         lags = self.lags
-        i = np.arange(lags)  # steps before the last one
+        i = np.arange(lags)  # distance of a step from the last one
         t = jnp.asarray(count, jnp.int32) - jnp.asarray(i, jnp.int32)
         number = jnp.maximum(t, 1)
         factor = jnp.asarray(rate(number), dtype) / self._rest(self.b1, number, dtype)
         factor = jnp.where(t >= 1, factor, 0)
         if kept is not None:
             factor = factor * kept
-        # They are rounded to float32, because the dense rule multiplies by that in each step.
+        # Rounded to float32, because the dense rule multiplies by these numbers in each step.
         shrunk = np.array([self.b1, self.b2], np.float32).astype(np.float64)
         half = jnp.asarray(-0.5 * math.log(shrunk[1]) * i, dtype)
         log_d = half - 0.5 * jnp.log(self._rest(self.b2, number, dtype))
@@ -124,7 +125,7 @@ class Replay:
         middle, radius = (high + log_d[0]) / 2, (high - log_d[0]) / 2
         x = (log_d - middle) / jnp.maximum(radius, 1e-6)
         x = jnp.minimum(jnp.maximum(x, -1), 1)
-        # Chebyshev's polynomials at each step; `exp(log_d / 2)` keeps both ends alike.
+        # Chebyshev polynomials at each step; the factor `exp(log_d / 2)` balances both ends.
         base = [factor * jnp.exp(-log_d / 2)]
         base.append(base[0] * x)
         while len(base) < _MANY:
@@ -144,12 +145,12 @@ class Replay:
     def sum_of(
         self, root: jax.Array, weights: Sequence[jax.Array], shared: Sequence[jax.Array]
     ) -> jax.Array:
-        """The factor of `m`: the sum over the missed steps.
+        """The factor of `m`: the sum over the missed steps, from the table.
 
         Args:
           root: square root of the second moments, brought up to date.
-          weights: `F_j` of the row.
-          shared: numbers of the table that all rows share.
+          weights: the row's `F_j`.
+          shared: the table's numbers that apply to all rows.
         """
 
         def terms(first, last):
@@ -174,10 +175,10 @@ class Replay:
         Args:
           root: `[rows, hidden]`, square root of the second moments after the row's last
             step.
-          lag: `[rows, 1]` missed steps.
-          owed: `[rows, 1]` how many of them to repeat.
-          count: steps done, including the missed ones.
-          rate: the learning rate of steps.
+          lag: `[rows, 1]`, number of missed steps.
+          owed: `[rows, 1]`, number of these steps to repeat.
+          count: number of steps done, including the missed ones.
+          rate: function that returns the learning rate of a step.
           weight_decay: factor of the weight decay.
         """
         dtype, start = root.dtype, count - lag
@@ -210,14 +211,14 @@ class Replay:
         return lax.fori_loop(0, rounds, some, jnp.zeros_like(root))
 
     def _rest(self, base: float, number: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """`1 - base^(number + ahead)`, with all digits also where base is nearly 1."""
+        """`1 - base^(number + ahead)`, computed without cancellation if base is nearly 1."""
         steps = (number + self.ahead).astype(dtype)
         return -jnp.expm1(steps * _log(base))
 
     def _shrinking_sums(self, terms: Float[Array, "lags n"]) -> jax.Array:
         """`sum over i < l of b1^(l - i) terms[i]` for l from 1.
 
-        By products of matrices: XLA would fuse passes over the terms, and repeat them.
+        It is computed by matrix products: XLA would fuse passes over the terms, and repeat them.
         """
         if not self.b1:
             return jnp.zeros_like(terms)
@@ -234,7 +235,7 @@ class Replay:
         times = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
         within = power(i[:, None] - i[None] + 1)
         sums = times("ik,bkn->bin", within, terms.reshape(-1, size, n))
-        # The rest that the blocks before leave. The last one of them is not shrunk yet.
+        # The sums of earlier blocks, shrunk. The latest of these blocks is not shrunk yet.
         shrunk = power((block[:, None] - block[None] - 1) * size + 1) / self.b1
         before = times("bc,cn->bn", shrunk, sums[:, -1])
         sums = sums + power(i + 1)[None, :, None] * before[:, None]
@@ -246,13 +247,13 @@ def _log(base: float) -> float:
 
 
 def _places(count: int) -> np.ndarray:
-    """Chebyshev's points, filled up with the last one."""
+    """Chebyshev points; the last one is repeated as padding."""
     points = np.cos((np.arange(count) + 0.5) * np.pi / count)
     return np.pad(points, (0, _MANY - count), mode="edge")
 
 
 def _interpolation(count: int) -> np.ndarray:
-    """Takes sums of Chebyshev's polynomials to weights of the points."""
+    """The matrix that converts sums of Chebyshev polynomials to weights of the points."""
     degree, place = np.arange(count)[:, None], np.arange(count) + 0.5
     matrix = np.cos(degree * place * np.pi / count) * (2 / count)
     matrix[0] /= 2
