@@ -100,7 +100,7 @@ class Manifest:
       tables: tables of the model.
       rows: number of rows in the change, for each table.
       removed: number of ids that the change removes, for each table.
-      values: the other arrays.
+      values: arrays of the model that are no tables.
       files: names, sizes and checksums of the folder's files.
     """
 
@@ -410,7 +410,7 @@ def write(
       steps: number of steps that the optimizer has done; None if there is no optimizer.
       tables: for each table, blocks of rows as `row_files.write` takes them, and the removed
         ids.
-      values: the other arrays, by name.
+      values: arrays of the model that are no tables, by name.
 
     Raises:
       OSError: a file cannot be written; nothing has changed.

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, Self
 
 MODEL_VERSION = 1  # version of the JSON of a `ModelConfig`
 _SHOWN = 60  # most letters of a wrong value in a message
-_NUMBERS = 2**63  # integers must be below; callers check narrower bounds of sizes
+_NUMBERS = 2**63  # bound of integers; callers check narrower bounds of sizes
 _NAMES = {type(None): "null", dict: "an object", list: "a list"}
 
 # A value of JSON.

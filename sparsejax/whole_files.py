@@ -75,7 +75,7 @@ def opened_regular(path: _Path) -> io.BufferedReader:
     """
     check_path(path)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
-    mode = os.stat(path).st_mode  # looked at first: opening a device may have effects
+    mode = os.stat(path).st_mode  # checked before: opening a device may have effects
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(
             errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path)
@@ -122,7 +122,7 @@ def _packing(temporary: pathlib.Path, path: _Path) -> Generator[Any]:
     """Opens the file `temporary` for bytes, compressed as the suffix of `path` says."""
     suffix = pathlib.Path(path).suffix
     with open(temporary, "xb") as file:
-        if suffix == ".gz":  # without a time, so that equal content makes equal files
+        if suffix == ".gz":  # no time in the header: equal content makes equal files
             with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
                 yield packed
         elif suffix == ".xz":
@@ -347,7 +347,7 @@ def _hold(lock: pathlib.Path) -> int | None:
 
 
 def _kernel() -> str:
-    """An identifier for this machine since its last start, within which all locks are visible."""
+    """An identifier of this boot of this machine: locks that were taken in it are visible."""
     try:
         return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -34,7 +34,7 @@ class Group(NamedTuple):
 
 
 class Scan[Rows, Part]:
-    """Rows on disk. A subclass says how rows of a group are decoded, and parts joined."""
+    """Rows on disk, by row groups. A subclass implements `_decode` and `_joined`."""
 
     @property
     def _row_groups(self) -> Sequence[Group]:

@@ -253,7 +253,8 @@ def _with_times(frame: Any, type_: pa.DataType) -> tuple[Any, pa.DataType, np.nd
     """Parses times that are text.
 
     Returns:
-      The frame with times that are not text, their type, and an array of the NumPy dtype.
+      The frame with times that are not text, their Arrow type, and an array of their NumPy
+      dtype.
     """
     if not is_text(type_):
         is_float = _is_float(type_)

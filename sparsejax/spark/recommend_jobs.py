@@ -102,7 +102,7 @@ def recommend(
 
 @dataclasses.dataclass(frozen=True)
 class _Columns:
-    """The roles of a data frame's columns.
+    """The columns of a data frame, by role.
 
     Attributes:
       history: name of the column with the histories.

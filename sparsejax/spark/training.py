@@ -123,7 +123,7 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class _Process:
-    """The end of one of the training's processes.
+    """The exit of one process of the training.
 
     Attributes:
       number: number of the process.
@@ -198,7 +198,7 @@ class _Job:
         return cls(jobs.absolute(data), jobs.absolute(run), processes, tuple(options))
 
     def submit(self, session: Any) -> list[_Process]:
-        """Runs all processes once, and returns their ends by number."""
+        """Runs all processes once, and returns the exit of each, by number."""
         numbers = session.range(0, self.processes, 1, self.processes)
         task = functools.partial(_train_here, job=self)
         results = workers.map_batches(numbers, task, _RESULT, barrier=True)

@@ -144,7 +144,10 @@ class _Faults:
         by_row: bool = False,
         missing: str | None = None,
     ) -> None:
-        """Records the first true element of `wrong`: `[entries]`, or `[rows]` if `by_row`."""
+        """Records `problem` at the first true element of `wrong`, if it is before the known fault.
+
+        `wrong` is `[entries]`, or `[rows]` if `by_row`.
+        """
         if not wrong.any():
             return
         at = int(np.argmax(wrong))
@@ -299,7 +302,8 @@ class Check:
 
     def _how_often(self, role: str, cells: Cells, rest: Iterator[Cells]) -> str:
         """A text with the number of missing names in these cells and in all later ones."""
-        # In a file of lines each line is corrected, in a table the whole column of a role.
+        # The remedy for text is to edit lines, where either name may be missing; for a table it
+        # is to fill in one column.
         roles = ("user", "item") if self.names is None else (role,)
 
         def missing(cells: Cells) -> int:
@@ -484,7 +488,7 @@ class _Entries:
         return int(np.searchsorted(np.cumsum(self.sizes), entry, side="right"))
 
     def each(self, column: pa.Array | None) -> pa.Array | None:
-        """Repeats the cells of a column `[rows]` for each entry of the row."""
+        """Repeats the cells of a column `[rows]` to one for each entry: `[entries]`."""
         if self.sizes is None or column is None:
             return column
         rows = np.repeat(np.arange(len(self.sizes)), self.sizes)
@@ -564,7 +568,7 @@ def mixed_values(valued: bool) -> str:
 
 def encoded_names(names: pa.Array, path: Path) -> pa.DictionaryArray:
     """Encodes names as a dictionary of distinct texts, in order of first appearance."""
-    if pt.is_dictionary(names.type):  # it may have names that do not appear
+    if pt.is_dictionary(names.type):  # it may contain unused names
         codes = names.indices.dictionary_encode()
         distinct = without_views(names.dictionary).take(codes.dictionary)
     else:

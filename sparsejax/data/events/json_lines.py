@@ -146,7 +146,7 @@ def _within(
 
 
 def _objects_of(columns: Iterable[pa.Field]) -> list[pa.Field]:
-    """The fields of a line's object, nested, for columns that `_columns` has flattened."""
+    """The nested fields of a line's object, rebuilt from columns that `_columns` flattened."""
     tree: dict[str, Any] = {}
     for column in columns:
         *outer, last = [column.name]

@@ -326,8 +326,8 @@ def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
     mark = delimiter.encode()
     array = np.frombuffer(b"\n" + data, np.uint8)
     quotes = np.flatnonzero(array == ord('"'))
-    # Bytes next to a quote, outside the field. Two quotes inside a field count as closing and
-    # opening it.
+    # Bytes that may stand beside the quotes around a field. A quote is among them, because two
+    # quotes inside a field look like the end of one field and the begin of another.
     outside = np.frombuffer(b'\n"' + mark, np.uint8)
     opening, closing = quotes[::2], quotes[1::2]
     around = np.append(array[opening - 1], array[closing + 1])
@@ -338,14 +338,14 @@ def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
     start = int(opening[array[opening - 1] != ord('"')][-1])  # of the open field
     ends = np.flatnonzero(
         array[:start] == ord("\n")
-    )  # of a line; the first is before it
+    )  # ends of lines; the first one is the line end added above
     line = lines.first + len(ends) - 1
     ends = ends[np.searchsorted(quotes, ends) % 2 == 0]  # drop ends inside quotes
     return int(ends[-1]), line
 
 
 def _records_by_field(lines: Lines, mark: bytes) -> tuple[int, int | None]:
-    """`_whole_records` for data with quotes inside unquoted fields: parses field by field."""
+    """Does the work of `_whole_records` field by field, if quotes occur inside unquoted fields."""
     data = lines.data
     opening = re.compile(rb'(?:\A|(?<=[\n%b]))"' % re.escape(mark))
     inside = re.compile(rb'(?:[^"]++|"")*+"')

@@ -214,7 +214,7 @@ def check_times(path: Path, columns: Columns | None, with_time: bool) -> None:
 
 
 def _files(open_one: Callable[[Piece, Asked], Source]) -> _Decoder:
-    """Makes a decoder of several files, which must have equal columns, from one of a file."""
+    """Turns a function that opens one file into one that opens several with equal columns."""
 
     def open_all(path: Path, pieces: list[Piece], asked: Asked) -> Source:
         first = open_one(pieces[0], asked)

@@ -210,7 +210,7 @@ entries; every entry counts 1
             )
 
     def accounted(self, matrix: CSR) -> Columns:
-        """Adds an account of the entries that were read."""
+        """Adds a text (see `account_of`) about the entries that were read."""
         name = "" if self.value is None else self.value.name or ""
         is_opinion = not _forms(name).isdisjoint(_OPINIONS)
         account = account_of(matrix, is_opinion=is_opinion)
@@ -237,7 +237,7 @@ def account_of(matrix: CSR, *, is_opinion: bool = False) -> str:
 
 
 def account_of_histories(rows: int, items: int, entries: int, *, timed: bool) -> str:
-    """A text with the numbers of histories, items and entries, and what decides the order."""
+    """A text with the numbers of histories, items and entries, and the source of their order."""
     return (
         f"{rows:,} histories of {items:,} items, {entries:,} entries in the order of "
         f"{'time' if timed else 'the file'}"

@@ -110,7 +110,7 @@ class Entries:
         return dataclasses.replace(self, columns=known(**both))
 
     def rows(self, rows: np.ndarray) -> Self:
-        """Selects rows by number, in this order. Row -1 is empty, with 0 in each `of_rows`."""
+        """Selects rows by number, in this order. Row -1 is empty, with 0 in columns of rows."""
         lengths = np.append(self.lengths, 0)[rows]
         indptr = offsets(lengths)
         before = np.repeat(self.indptr[rows] - indptr[:-1], lengths)

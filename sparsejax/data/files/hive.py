@@ -48,21 +48,21 @@ class Constants:
         return cls({plain(k): None if v == _NULL else plain(v) for k, v in found})
 
     def beside(self, names: Collection[str]) -> Constants:
-        """These columns except those that the file itself has, which are `names`."""
+        """The columns that are not among `names`, the columns stored in the file itself."""
         return Constants({n: t for n, t in self.texts.items() if n not in names})
 
     def own(self, names: Iterable[str]) -> list[str]:
-        """The columns among `names` that are in the file, not in the names of folders."""
+        """The columns among `names` that are stored in the file, not in names of folders."""
         return [name for name in names if name not in self.texts]
 
     def schema(self, own: pa.Schema) -> pa.Schema:
-        """The schema `own` of the file with these columns appended."""
+        """Appends the constant columns to the schema `own` of the file."""
         for name in self.texts:
             own = own.append(of_folder(pa.field(name, _TYPE)))
         return own
 
     def column(self, name: str, rows: int) -> pa.Array:
-        """A column as an array with `rows` equal cells."""
+        """A constant column as an array with `rows` equal cells."""
         codes = arrow.from_numbers(np.zeros(rows, np.int32))
         text = pa.array([self.texts[name]], pa.string())
         return pa.DictionaryArray.from_arrays(codes, text)
@@ -70,7 +70,7 @@ class Constants:
     def added[Rows: (pa.Table, pa.RecordBatch)](
         self, rows: Rows, names: Collection[str]
     ) -> Rows:
-        """Appends those of these columns that are among `names` to rows of the file."""
+        """Appends the constant columns among `names` to rows of the file."""
         for name in self.texts:
             if name in names:
                 rows = rows.append_column(name, self.column(name, rows.num_rows))

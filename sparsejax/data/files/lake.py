@@ -161,7 +161,10 @@ def format_of(place: Place, below: Collection[str]) -> str | None:
 
 
 def folders_above(path: str) -> Iterator[str]:
-    """Yields the folders above a path that may be a table's, judged by the names below them."""
+    """Yields the parent folders of a path that may be the folder of a table.
+
+    The names between them must be `data` or contain "=", as in the folders of a table.
+    """
     while "/" in path and re.search("=|^data$", os.path.basename(path)):
         yield (path := os.path.dirname(path))
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 from sparsejax.data.files.names import Names, utf8
 
 _WORD, _LENGTH = 8, 4  # bytes of a word, and of a stored length
-_MOST_WORDS = 32  # of a name that a record holds
+_MOST_WORDS = 32  # most words of a name in a record
 # Files of predictors contain results of these factors and of `_hashed`: do not change them.
 _FACTOR, _MORE = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _ALL_BITS = (1 << 64) - 1
@@ -146,7 +146,7 @@ class NameIndex:
             waiting = waiting[left]
 
     def _slots(self, hashes: np.ndarray) -> np.ndarray:
-        """The slot for each hash: its upper half, plus shift times an odd number from the hash."""
+        """The slot for each hash: hash >> 32, plus shift * (hash >> 7 | 1), modulo the table's size."""
         slots = hashes >> np.uint64(7)
         slots |= np.uint64(1)
         slots *= self.shifts.take((hashes & self._groups).view(np.int64))
@@ -164,7 +164,7 @@ class NameIndex:
         asked[:, 1:] = words = _first_words(data, names.starts, lengths, width)
         hashes = _hashed(data, names.starts, lengths, words)
         found = self.table.take(self._slots(hashes))
-        records = self._records.take(found, mode="wrap")  # -1 takes the last, no name
+        records = self._records.take(found, mode="wrap")  # -1 takes the last one
         records = records.view(np.uint64).reshape(-1, 1 + self._width)[:, : 1 + width]
         same = records == asked
         if same.all() and lengths.max(initial=0) <= _WORD * width:

@@ -238,7 +238,7 @@ class NameEncoder:
             self._fold()
 
     def finish(self) -> tuple[Names, np.ndarray]:
-        """`(names [n], codes [total] int32)`: `names[codes]` are all blocks, concatenated."""
+        """`(names [n], codes [total] int32)`; `names[codes]` are the names of all blocks."""
         self._fold()
         codes = np.concatenate([np.empty(0, np.int32), *self._settled])
         return as_names(self._known), codes

@@ -171,7 +171,7 @@ class _WithBlankLines:
                 data, self._rest = (
                     self._rest,
                     b"",
-                )  # whose reader says that it is too long
+                )  # its reader raises the error about its length
                 return data
             data, self._rest = self._rest + chunk[:cut], chunk[cut:]
             count = data.count(b"\n")

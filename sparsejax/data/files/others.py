@@ -83,7 +83,8 @@ _SQL = re.compile(
 _RULE = re.compile(r"[ |+:-]*-{2,}[ |+:-]*")
 # This pattern counts in the second line only: '-' also stands for a missing cell.
 _SHORT_RULE = re.compile(r"\|?( *:?-+:? *\|)+( *:?-+:? *)?")
-_NEAR = 20  # first lines in which a statement, or the rule below a table's header, is searched
+# First lines in which an SQL statement, or the rule below a table's header, is searched.
+_NEAR = 20
 
 
 def of_lines(lines: list[str]) -> str | None:

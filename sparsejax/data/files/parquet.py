@@ -300,7 +300,7 @@ def _of_table(
 
 def with_same_constants(files: list[ParquetPath]) -> list[ParquetPath]:
     """Drops the constant columns of a folder's files, unless all files have equal ones."""
-    if len({frozenset(file.constants.texts) for file in files}) > 1:  # not Hive's
+    if len({frozenset(file.constants.texts) for file in files}) > 1:  # no partitions
         return [dataclasses.replace(file, constants=NO_CONSTANTS) for file in files]
     return files
 

@@ -23,7 +23,7 @@ _HUGE = {"hugeint": True, "uhugeint": False}  # whether the type has a sign
 
 
 def exact_bits(type_: pa.DataType) -> int:
-    """The number of bits below which a float type holds every integer exactly."""
+    """The number n for which a float type holds every integer below 2^n exactly."""
     return np.finfo(type_.to_pandas_dtype()).nmant + 1
 
 

@@ -66,7 +66,7 @@ _COLUMNS = {
     "values": pa.list_(pa.float32()),
     "times": pa.list_(pa.int64()),  # or a list of another type in `_TIMES`
     "order": pa.list_(pa.int64()),
-    "first_times": pa.list_(pa.int64()),  # or as `times`
+    "first_times": pa.list_(pa.int64()),  # or another type, as `times`
     "weights": pa.list_(pa.float32()),
     "left_out": pa.int32(),
     "feature": pa.large_string(),

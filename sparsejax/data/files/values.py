@@ -180,7 +180,7 @@ def mixed_times(timed: bool) -> str:
 
 
 def time_problem(time: object, kind: str | None) -> str | None:
-    """The fault of a time, after times of the kind `kind`, as an error text; None if right."""
+    """The error text for a time that is wrong, or not of the kind of earlier times; else None."""
     if isinstance(time, int) and not -(2**63) <= time < 2**63:
         return f"time {time} is too large: integers are below 2^63"
     if isinstance(time, str):  # an empty text is no name, so `as_names` is not used

@@ -72,7 +72,9 @@ def whole_users(batches: Iterable[Leaves]) -> Iterator[Entries]:
         users = batch["users"]
         if not len(users):
             continue
-        begin = int(np.searchsorted(users, users[-1]))  # of the last user
+        begin = int(
+            np.searchsorted(users, users[-1])
+        )  # of the last user, who may continue
         if waiting and (begin or users[0] != waiting[-1]["users"][-1]):
             yield _by_user(joined([*waiting, taken(batch, slice(0, begin))]))
             waiting = []
@@ -92,7 +94,7 @@ def _by_user(leaves: dict[str, np.ndarray]) -> Entries:
 def rows_of(
     entries: Entries, chosen: np.ndarray, names: pa.Array, *, with_left_out: bool
 ) -> Entries:
-    """The rows of users with their chosen entries, as `PartWriter` takes them.
+    """Selects the chosen entries of each user, in the form that `PartWriter` takes.
 
     Users without a chosen entry are left out.
 
@@ -116,7 +118,7 @@ def rows_of(
 
 
 def _table(rows: Entries) -> pa.Table:
-    """The columns of a file for some rows."""
+    """Converts rows to a table with the columns of a file."""
     ends = arrow.from_numbers(as_int32("indptr", rows.indptr))
     columns = {"row": rows.of_rows["names"]}
     for name, leaf in rows.columns.items():

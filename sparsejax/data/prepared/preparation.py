@@ -613,7 +613,7 @@ class _Histories(_Preparation):
 
     @functools.cached_property
     def _of_events(self) -> Events | None:
-        """The columns of events with their categories, with no events; use after reading."""
+        """Types and categories of the columns of events, as empty `Events`, after all are read."""
         return None if self.counter is None else self.counter.finish()
 
     def _content(self, pairs: str, before: Any) -> str:

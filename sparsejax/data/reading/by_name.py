@@ -212,7 +212,7 @@ def _schema_of(path: Path, table: pa.Table, user: str) -> EventSchema:
 
 
 def _column_of(column: pa.Array) -> DenseColumn | None:
-    """The treatment of a column of numbers; None if no number is finite."""
+    """The `DenseColumn` for a column of numbers; None if no number is finite."""
     numbers = arrow.numbers(column.cast(pa.float64()).drop_null())
     if not len(numbers := numbers[np.isfinite(numbers)]):
         return None

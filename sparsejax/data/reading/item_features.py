@@ -265,7 +265,7 @@ class _Read(NamedTuple):
     def column(
         self, name: str, column: pa.Array, tags: Collection[str], words: Collection[str]
     ) -> _Tags | _Vectors:
-        """Converts a column by its type and the caller's options."""
+        """Converts a column to tags or vectors, by its type and the caller's options."""
         type_ = column.type
         inner = type_.value_type if is_list(type_) else type_
         if pt.is_null(inner):

@@ -195,7 +195,7 @@ def _own(
     chosen: Chosen,
     events: EventSchema | Events | None,
 ) -> SequenceDataset:
-    """Checks saved histories, and gives their columns of events the ids of given ones."""
+    """Applies the caller's arguments to saved histories: ids of `events`, and no times."""
     _check_own(path, chosen, events)
     if isinstance(events, Events):
         if data.events is None:

@@ -31,7 +31,7 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
 
     @property
     def _events(self) -> Events | None:
-        """The columns of events to read, with no events in them; None if there are none."""
+        """Types and categories of the columns of events to read, as empty `Events`, or None."""
         return None
 
     if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class SavedFiles(NamedTuple):
       features: vocabulary, equal in all files.
       kind: type of the values or the times, equal in all files.
       groups: row groups that have rows, in order.
-      events: columns of events, with no events in them; None if there are none.
+      events: types and categories of the columns of events, as empty `Events`, or None.
     """
 
     features: Names
@@ -203,7 +203,7 @@ class SavedFiles(NamedTuple):
 
 
 def _events_in(path: Path, file: pq.ParquetFile, form: stored.Form) -> Events | None:
-    """The columns of events of a saved file, with no events in them; None if it has none."""
+    """Types and categories of a saved file's columns of events, as empty `Events`, or None."""
     schema = file.schema_arrow
     try:
         facts = codec.parse(stored.facts_in(schema) or "{}")

@@ -48,8 +48,8 @@ class ScannedSequences(ScannedEntries[Histories]):
       layout: columns of a table; None for saved sequences.
       chunk_rows: approximate number of rows that `fit` has on the devices at a time; None for
         as many as fit.
-      events: columns of events with their categories, with no events in them; None if there
-        are none.
+      events: types and categories of the columns of events, as empty `Events`; None if
+        there are none.
     """
 
     kind: ClassVar[str] = "histories"
@@ -71,7 +71,7 @@ class ScannedSequences(ScannedEntries[Histories]):
 
     @property
     def _columns(self) -> dict[str, np.ndarray]:
-        """The columns of events by their names in `Entries`, with no events in them."""
+        """Empty columns of events, by their names in `Entries`."""
         return {} if self.events is None else named(self.events.columns)
 
     def _lists(self, names: Iterable[str]) -> list[str]:

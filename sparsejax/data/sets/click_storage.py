@@ -44,7 +44,7 @@ Ids = np.ndarray | CSR
 
 
 class ClickParts(NamedTuple):
-    """The parts of a `ClickDataset`."""
+    """The arrays, schema and vocabularies of a `ClickDataset`."""
 
     labels: np.ndarray
     dense: np.ndarray

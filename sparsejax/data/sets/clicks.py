@@ -366,7 +366,7 @@ class ClickDataset:
         return Split(*parts)
 
     def _columns_of(self, vocabulary: str) -> list[str]:
-        """The columns whose ids belong to a vocabulary, which is named by its column."""
+        """The columns that share the vocabulary of the column `vocabulary`."""
         columns = vocabulary_columns(self.schema)
         return [name for name, owner in columns.items() if owner == vocabulary]
 

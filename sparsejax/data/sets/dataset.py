@@ -271,7 +271,7 @@ class SparseDataset(NamedRows):
             )
         parts = split_entries(self, is_held, "", stays)
         left_out = int((both & ~is_held).sum())
-        # If a side has several of an entry's events, only one time is known, which is used.
+        # An entry with events on both sides has only its first and its last time.
         known = np.where(both, first, times)
         return Split(
             dataclasses.replace(
@@ -422,7 +422,9 @@ def _merged(
 def latest_events(
     rows: np.ndarray, columns: np.ndarray, times: np.ndarray
 ) -> np.ndarray:
-    """The positions of the latest event of each (row, column), `[entries]` int64, in order.
+    """The positions of the latest event of each (row, column), `[entries]` int64.
+
+    They are in the order of rows, and of columns in a row.
 
     If several events are equally late, the last one counts.
 

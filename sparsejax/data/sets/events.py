@@ -327,7 +327,7 @@ class Events:
         )
 
     def check_like(self, other: Events, what: str) -> None:
-        """Raises ValueError unless `other`, data named `what`, has equal columns and ids."""
+        """Raises ValueError unless `other` has equal columns and ids; `what` names its data."""
         if not self.has_ids_of(other):
             raise ValueError(
                 f"{what} has other columns of events, or other categories, than the training "
@@ -335,7 +335,9 @@ class Events:
             )
 
     def like(self, known: Events, what: str) -> Events:
-        """Changes the ids of these events, data named `what`, to those of `known`.
+        """Renumbers the categories of these events by the vocabularies of `known`.
+
+        `what` names the data of these events in messages.
 
         A category that `known` lacks becomes unknown, and so does one that was rare here.
 
@@ -357,7 +359,7 @@ class Events:
         return known.with_columns(columns)
 
     def to_json(self) -> dict[str, Any]:
-        """The schema and the categories as a JSON object, for `from_json`; without events."""
+        """The schema and the categories as a JSON object, for `from_json`; no cells of events."""
         return {
             "schema": self.schema.to_json(),
             "vocabularies": {n: v.tolist() for n, v in self.vocabularies.items()},
@@ -366,7 +368,7 @@ class Events:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Events:
-        """Reads schema and categories from the document that `to_json` made; without events.
+        """Makes empty `Events` from the document that `to_json` made.
 
         Raises:
           ValueError: the document has another form.
@@ -390,7 +392,7 @@ def no_events(
     vocabularies: Mapping[str, Names],
     lists: Mapping[str, int] = MappingProxyType({}),
 ) -> Events:
-    """Columns of a schema with no events in them.
+    """Makes empty `Events` with a schema and its categories.
 
     Args:
       schema: types of the columns.
@@ -419,7 +421,7 @@ class EventReader(ColumnReader):
         super().__init__(self.schema, known, most=_MOST_CATEGORIES)
 
     def taking(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """Yields the blocks unchanged, and reads their cells of further columns.
+        """Yields the blocks unchanged, and passes their further columns to `take`.
 
         Raises:
           DataError: a cell cannot be read.
@@ -482,7 +484,7 @@ class EventCounter:
         self._counter.add(self._reader.categories(cells))
 
     def finish(self) -> Events:
-        """The columns with their categories, with no events in them."""
+        """Empty `Events` with the categories that were counted."""
         names = self._counter.finish()
         return no_events(self._reader.schema, names, self._counter.lists)
 
@@ -507,7 +509,7 @@ def stated(events: Events) -> dict[str, Any]:
 def of_stated(
     document: Mapping[str, Any], categories: Mapping[str, Names], begin: str = ""
 ) -> Events:
-    """Reads columns from a document of `stated`, with no events in them.
+    """Makes empty `Events` from a document of `stated` and the categories.
 
     Args:
       document: document that `stated` made.

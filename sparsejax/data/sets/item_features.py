@@ -239,7 +239,7 @@ class ItemFeatures:
 
     @classmethod
     def load(cls, path: Path) -> ItemFeatures:
-        """Reads the file that `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
           DataError: the file is missing, has another format, or is damaged.

@@ -434,7 +434,7 @@ class SequenceDataset(NamedRows):
         return self.events
 
     def with_context_of(self, heldout: SequenceDataset) -> SequenceDataset:
-        """Takes as context the columns of each history's first event in the held-out data.
+        """Sets the context of each history to that of its first event in held-out data.
 
         A history without an event there gets missing values.
 
@@ -558,7 +558,7 @@ class SequenceDataset(NamedRows):
         return split_entries(self, is_held, why_nothing, stays, behind)
 
     def _last_targets(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Masks `[entries]` of the last `n` targets of each row, and of entries before them."""
+        """Two masks `[entries]`: the last `n` targets of each row, and the entries before them."""
         assert self.weights is not None
         row = self._entries.row_of
         is_target = self.weights > 0
@@ -605,7 +605,7 @@ class SequenceDataset(NamedRows):
         return split_entries(self, is_held, "", stays)
 
     def _are_known(self, is_held: np.ndarray) -> np.ndarray:
-        """`[entries]` bool: whether the row also has the feature in an entry not held out."""
+        """`[entries]` bool: whether an entry's feature is in its row's entries not held out."""
         return are_known(self._entries.row_of, self.indices, is_held, self.num_features)
 
     def split(self, fraction: float, *, seed: int) -> Split[SequenceDataset]:

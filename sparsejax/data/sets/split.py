@@ -132,7 +132,7 @@ def parts_at(
     repeats: Repeats,
     known: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Assigns entries to the parts of `split_at` by their events before and after the cut.
+    """Assigns entries to the parts of `split_at`, by the times of their events.
 
     Args:
       times: `[entries]` time of the latest event of each entry.
@@ -164,7 +164,7 @@ def parts_at(
 def are_known(
     rows: np.ndarray, items: np.ndarray, is_held: np.ndarray, num_items: int
 ) -> np.ndarray:
-    """`[entries]` bool: whether an entry's row has its item in an entry that is not held out."""
+    """`[entries]` bool: whether an entry's item is in its row's entries that are not held out."""
     pairs = rows.astype(np.int64) * num_items + items
     return np.isin(pairs, pairs[~is_held])
 

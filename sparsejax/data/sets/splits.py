@@ -74,7 +74,7 @@ class Split[T](_Parts[T]):
         )
 
     def _sizes(self) -> list[int]:
-        """The numbers of entries in both parts; for clicks, of examples."""
+        """The number of entries (for clicks, of examples) in each part."""
         parts: Any = self
         return [getattr(p, "num_entries", p.num_rows) for p in parts]
 
@@ -119,7 +119,7 @@ def split_entries[T](
 
 
 def split_by_share[T](data: T, is_held: np.ndarray, fraction: float) -> Split[T]:
-    """Calls `split_entries` for a split that keeps a share of each row's entries in train."""
+    """Calls `split_entries` with the error text for a split by a share of each row's entries."""
     whole: Any = data
     longest = whole._entries.lengths.max(initial=0)
     return split_entries(

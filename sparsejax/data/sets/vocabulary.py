@@ -88,7 +88,7 @@ def hand_starts(count: int) -> np.ndarray:
 
 
 def imbalance(counts: np.ndarray, ways: int) -> float:
-    """Entries of the fullest of `ways` contiguous column ranges, divided by their mean."""
+    """The largest number of entries in one of `ways` column ranges, divided by the mean."""
     total = counts.sum(dtype=np.int64)
     edges = np.arange(ways) * len(counts) // ways
     parts = np.add.reduceat(counts, edges, dtype=np.int64)
