@@ -1,6 +1,7 @@
-"""Flax modules: the network's description, its layers and models.
+"""Flax modules: the configuration of networks, layers and models.
 
-Above the optimizers (a layer's kernel is a `RowParam`), beside `data`, below prediction.
+This package imports the optimizers (a layer's kernel is a `RowParam`), and does not import
+`data`. The packages for predictions import it.
 """
 
 import lazy_loader

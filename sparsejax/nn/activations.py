@@ -1,4 +1,4 @@
-"""Functions between layers, by their names."""
+"""Activation functions by name."""
 
 from __future__ import annotations
 

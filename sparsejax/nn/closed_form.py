@@ -1,4 +1,4 @@
-"""EASE of a low rank from the data: a randomised decomposition, and its unit."""
+"""EASE of low rank, computed from the data: a randomised decomposition, and a scale."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from sparsejax.nn.config import LinearConfig
 from sparsejax.ops.gather_matmul import gather_matmul
 from sparsejax.sparse import CSR, summed
 
-# The basis has some columns more than are kept, and the data is applied to it this many
-# times. Then nDCG@20 on MovieLens-1M is that of an exact decomposition, to four digits.
+# The basis has this many columns more than are kept, and the data is applied to it this many
+# times. With these, nDCG@20 on MovieLens-1M equals that of an exact decomposition to four digits.
 _MORE_COLUMNS, _PRODUCTS = 64, 4
 
-# Up to so many items a matrix `[items, items]` is made, by NumPy: 64 MB. Its decomposition
-# is exact up to so many times the width; LAPACK then needs no longer than for a basis.
+# With at most this many items NumPy makes a matrix `[items, items]` (64 MB). It is decomposed
+# exactly if it has at most this many times the width: LAPACK is then as fast as a basis.
 _FEW_ITEMS, _EXACT = 4096, 2
 
-# Rows of the data whose products with the basis exist at a time.
+# Number of data rows whose products with the basis exist at once.
 BLOCK_ROWS = 2**16
 
-# Arrays of the size of the basis that exist at once, while the data is applied to it.
+# Number of arrays with the size of the basis that exist at once.
 _BASES = 5
 
-# Cholesky decompositions in turn, and the number added to the diagonal before each,
-# relative to its sum: about ten times the rounding error of float32. The later ones
+# Number of successive Cholesky decompositions, and the number added to the diagonal before each,
+# relative to its sum: about ten times the rounding error of float32. The later decompositions
 # undo the effect of the first on small components.
 _PASSES, _SHIFT = 3, 1e-6
 
-# The unit of the scores is found from this many scores, and its logarithm is within these.
+# The factor of the scores is fitted to this many scores; its logarithm is in this range.
 _SAMPLED_SCORES, _LOGS = 2**21, (-8.0, 8.0)
 
 # A `csr_array`: SciPy's stubs say that it may have no shape.
 _Rows = Any
 
-# In place of 0 in a denominator.
+# Replaces 0 in a denominator.
 _TINY = 1e-30
 
 
 def closed_form(
     matrix: scipy.sparse.sparray | scipy.sparse.spmatrix, config: LinearConfig
 ) -> tuple[Float[np.ndarray, "items rank"], Float[np.ndarray, "items"]]:
-    """Kernel and scale of a `LinearPart`.
+    """Computes kernel and scale of a `LinearPart`.
 
     The decomposition is randomised: products of the sparse data with a basis of `rank`
     and some more columns, `4 * entries * rank` multiplications each, and decompositions
-    of `[rank, rank]` matrices. Computed in float32: by NumPy for up to 4,096 items and
-    where there is no GPU, else on the first GPU. Memory: some arrays of the size of the
+    of `[rank, rank]` matrices. It is computed in float32: by NumPy for up to 4,096 items or
+    without a GPU, otherwise on the first GPU. Memory: some arrays with the size of the
     result, and 65,536 rows of that width.
 
     >>> data = scipy.sparse.csr_array(np.eye(4) + np.eye(4, k=1))
@@ -78,7 +78,7 @@ def closed_form(
     u = q * np.sqrt(squares / (squares + data.ridge))
     left_out = np.maximum(data.diagonal - np.square(q) @ squares, 0)
     rest = left_out / (data.ridge + left_out.sum() / max(items - rank, 1))
-    # Ridge regression leaves it positive; what is left out is an estimate.
+    # In exact ridge regression this is positive; the omitted components are only estimated.
     error = np.maximum(1 - np.square(u).sum(axis=1) - rest, 0.01)
     unit = _unit(data, squares, q, error)
     scale = config.weight * unit / (error * data.damping)
@@ -97,13 +97,13 @@ def gpu_bytes(config: LinearConfig, rows: int, items: int, entries: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Data:
-    """The data as it is decomposed.
+    """The data in the form that is decomposed.
 
     Attributes:
       rows: `A`, rows divided by their norms and columns damped by popularity.
       damping: factors by which the columns were multiplied.
       diagonal: diagonal of `A^T A`.
-      ridge: ridge in the unit of `A^T A`.
+      ridge: ridge in the scale of `A^T A`.
     """
 
     rows: _Rows
@@ -116,7 +116,7 @@ class _Data:
         with np.errstate(over="ignore"):  # infinite values are found below
             data = summed(matrix).astype(np.float32)
         data.eliminate_zeros()
-        items = CSR.from_scipy(data).shape[1]  # checks it
+        items = CSR.from_scipy(data).shape[1]  # raises for invalid data
         squares = np.asarray(data.multiply(data).sum(axis=1), np.float64)
         counts = np.maximum(np.bincount(data.indices, minlength=items), 1)
         damping = (counts / counts.mean()) ** -config.popularity
@@ -125,13 +125,13 @@ class _Data:
         )
         data.data = (data.data * inverse * damping[data.indices]).astype(np.float32)
         diagonal = np.bincount(data.indices, data.data.astype(np.float64) ** 2, items)
-        # For data without values it is the mean of the squared norms.
+        # For data without values this is the mean of the squared norms.
         mean = data.nnz / max(np.count_nonzero(squares), 1)
         return cls(
             data,
             damping.astype(np.float32),
             diagonal.astype(np.float32),
-            # Without a ridge, components of rounding errors would be divided by them.
+            # Without a ridge, rounding errors would be divided by tiny components.
             max(
                 float(config.ridge / max(mean, _TINY)),
                 _SHIFT * float(diagonal.max(initial=0)),
@@ -145,18 +145,18 @@ def _unit(
     q: Float[np.ndarray, "items rank"],
     error: Float[np.ndarray, "items"],
 ) -> float:
-    """The factor of the scores under which rows of the data are most likely.
+    """The factor of the scores with which the rows of the data are most likely.
 
-    The likelihood of an item of a row is the softmax over this item and those that the
-    row does not have. The score is that of a regression without this row, of the row
-    without this item. In a ridge regression both are left out in closed form: with
-    `g = a Q diag(1 / (sigma^2 + ridge')) Q^T` and `h = a g`, a row `a` counts with
-    `ridge' g g^T / (1 - h)` in `U U^T`.
+    The likelihood of an item of a row is the softmax over this item and the items that the
+    row does not have. The score is computed by a regression without this row, from the row
+    without this item. In a ridge regression both omissions have a closed form: with
+    `g = a Q diag(1 / (sigma^2 + ridge')) Q^T` and `h = a g`, a row `a` contributes
+    `ridge' g g^T / (1 - h)` to `U U^T`.
     """
-    import scipy.optimize  # a quarter of a second, which few commands need
+    import scipy.optimize  # takes a quarter of a second, and few commands need it
 
     lengths = np.diff(data.rows.indptr)
-    # A row of all items has no others to choose from.
+    # A row with all items has no negatives.
     several = np.flatnonzero((lengths > 1) & (lengths < len(q)))
     if not len(several):
         return 0.0
@@ -172,7 +172,7 @@ def _unit(
     less = data.ridge * g * g / left
     u_squared = np.square(q) @ (squares / (squares + data.ridge))
     scores = (z - a * (u_squared - less)) / (error + less) / data.damping
-    # The norm of the row is that of one entry less.
+    # The norm of a row with one entry fewer.
     scores *= np.sqrt(lengths / np.maximum(lengths - 1, 1))[chosen][:, None]
     wanted, others = scores[own], np.where(own, -np.inf, scores)
     rows = np.nonzero(own)[0]
@@ -195,7 +195,7 @@ def _unit(
 def _decomposed(
     rows: _Rows, width: int
 ) -> tuple[Float[np.ndarray, "width"], Float[np.ndarray, "items width"]]:
-    """The largest eigenvalues of `A^T A`, descending, and their vectors."""
+    """The `width` largest eigenvalues of `A^T A`, descending, and their eigenvectors."""
     if rows.shape[1] <= _FEW_ITEMS or jax.default_backend() == "cpu":
         return on_host(rows, width)
     with without_mesh():
@@ -205,7 +205,7 @@ def _decomposed(
 def on_host(
     rows: _Rows, width: int
 ) -> tuple[Float[np.ndarray, "width"], Float[np.ndarray, "items width"]]:
-    """The decomposition by NumPy and SciPy. Nothing is compiled."""
+    """`_decomposed` by NumPy and SciPy. Nothing is compiled."""
     import scipy.linalg
 
     items = rows.shape[1]
@@ -221,7 +221,7 @@ def on_host(
     basis = np.random.default_rng(0).standard_normal((items, width), np.float32)
     options = {"overwrite_a": True, "check_finite": False}
     for _ in range(_PRODUCTS):
-        # The same space, well conditioned, for a fraction of the time of QR.
+        # A well-conditioned basis of the same space, in a fraction of the time of QR.
         basis, _ = scipy.linalg.lu(applied(basis), permute_l=True, **options)
     basis, _ = scipy.linalg.qr(basis, mode="economic", **options)
     squares, turn = _descending(*np.linalg.eigh(basis.T @ applied(basis)))
@@ -235,15 +235,15 @@ def _descending(squares, q):
 def on_device(
     rows: _Rows, width: int
 ) -> tuple[Float[np.ndarray, "width"], Float[np.ndarray, "items width"]]:
-    """The decomposition by JAX, on the first device."""
+    """`_decomposed` by JAX, on the first device."""
     squares, q = (np.asarray(a) for a in _decompose[True](_blocks(rows), width))
     return squares, q[: rows.shape[1]]
 
 
 def _blocks(data: _Rows) -> CSR:
-    """Blocks of rows and their transposes, `[blocks, 2, ...]`, all square.
+    """Divides rows into blocks with their transposes, `[blocks, 2, ...]`, all square.
 
-    So one program serves them all. Columns beyond the items are empty, as are rows.
+    So one program multiplies all of them. Columns beyond the items are empty, as are rows.
     """
     rows, items = data.shape
     size = min(BLOCK_ROWS, rows)
@@ -266,14 +266,14 @@ def _stacked(*parts: CSR) -> CSR:
 
 @functools.partial(Programs, static_argnames="width")
 def _decompose(blocks: CSR, width: int):
-    """The largest eigenvalues of `A^T A` and their vectors, from `_blocks`.
+    """The largest eigenvalues of `A^T A` and their eigenvectors, from `_blocks`.
 
-    One program, whose loops hold each product and decomposition once: most of the time of
-    a first training is its compiler's.
+    It is one program, whose loops contain each product and decomposition once: its compilation
+    takes most of the time of a first training.
     """
 
     def applied(basis):
-        """`A^T A basis`."""
+        """The product `A^T A basis`."""
 
         def multiply(product, part):
             return gather_matmul(part, product), None
@@ -288,7 +288,7 @@ def _decompose(blocks: CSR, width: int):
         return basis, applied(basis)
 
     start = jax.random.normal(jax.random.key(0), (blocks.num_cols, width))
-    # The last product is that of the eigenvalues.
+    # The last product is used for the eigenvalues.
     basis, product = jax.lax.fori_loop(0, _PRODUCTS + 1, once, (start, start))
     squares, turn = jnp.linalg.eigh(_product(basis.T, product))
     return jnp.maximum(squares[::-1], 0), _product(basis, turn[:, ::-1])

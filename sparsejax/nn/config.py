@@ -1,4 +1,4 @@
-"""The network as data: frozen dataclasses, written to and read from versioned JSON."""
+"""The configuration of a network: frozen dataclasses, read from and written to JSON."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from sparsejax.ops.precision import Precision, check_precision
 
 VERSION = 1
 
-# `LinearConfig.for_data`: the most elements of the kernel, 1 GB, and the ranks to try; how
-# many entries of a row and of an item together make the weight 1, and the least and the
-# largest weight; and how many entries rows and items must have for the ridge of dense data.
+# For `LinearConfig.for_data`: the most elements of the kernel (1 GB), and the ranks to try; the
+# number of entries of a row and of an item together for which the weight is 1, the smallest and
+# the largest weight; and the number of entries of rows and items for the ridge of dense data.
 _LARGEST_LINEAR, _RANKS = 2**28, (2048, 1024)
 _ENTRIES_FOR_WEIGHT, _WEIGHTS = 200, (0.1, 2.0)
 _DENSE, _DENSE_RIDGE = 50, 1000.0
-# `temperature_for`: a number of items and its temperature, twice.
+# For `temperature_for`: two pairs of a number of items and its temperature.
 _TEMPERATURES = (5_000, 0.18), (40_000, 0.1)
 
 
@@ -38,8 +38,8 @@ class InputConfig:
 
     Attributes:
       name: name by which other layers refer to it.
-      normalize: divide each row by its L2 norm.
-      corruption: probability with which an entry is dropped in training. The others are
+      normalize: whether to divide each row by its L2 norm.
+      corruption: probability with which an entry is dropped in training. The other entries are
         multiplied by `1 / (1 - corruption)` (a denoising autoencoder).
     """
 
@@ -110,20 +110,20 @@ class OutputConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearConfig:
-    """Scores that are linear in the row, computed from the data and added to the others.
+    """Scores that are linear in the row, computed from the data and added to other scores.
 
     They need no training: see `LinearPart`. The defaults were chosen on held-out parts of
-    the training data of six sets.
+    the training data of six data sets.
 
     >>> LinearConfig(rank=512).popularity
     0.25
 
     Attributes:
       rank: width of the factors, at most the number of items.
-      ridge: how strongly small components are damped: EASE's lambda, in its unit.
+      ridge: regularization, which damps small components: EASE's lambda, in its scale.
       popularity: exponent of an item's number of entries by which its column is divided.
       weight: factor of these scores. With 1, the softmax of these scores alone would fit
-        left-out entries best.
+        held-out entries best.
     """
 
     rank: int = 2048
@@ -146,7 +146,7 @@ class LinearConfig:
     def for_data(
         cls, rows: int, items: int, entries: int
     ) -> tuple[LinearConfig | None, str]:
-        """The linear part that `sparsejax train` gives data of these sizes, and why.
+        """The linear part that `sparsejax train` chooses for data of these sizes, and a reason.
 
         >>> linear, why = LinearConfig.for_data(6_040, 3_706, 800_000)
         >>> linear.weight, linear.ridge
@@ -154,11 +154,12 @@ class LinearConfig:
         >>> print(why)
         linear part of rank 2,048, ridge 1,000 and weight 1.74: a row has 132.5 entries, an item 215.9
 
-        The longer the rows, the more the linear part tells beyond the layers. The more
-        entries an item has, the better its part is known. So the weight is the mean number
+        The longer the rows, the more the linear part adds to the layers. The more
+        entries an item has, the better its scores are estimated. So the weight is the mean number
         of entries of a row, plus that of an item, divided by 200; at least 0.1 and at most
-        2. The ridge is 300, or 1,000 where both rows and items have over 50 entries. The rank is 2,048, or
-        1,024 where the factors would take over 1 GB; None where these would as well.
+        2. The ridge is 300, or 1,000 if both rows and items have over 50 entries. The rank is
+        2,048, or 1,024 if the factors would take over 1 GB; if these are too large as well, it
+        is None.
         """
         length, each = entries / max(rows, 1), entries / max(items, 1)
         least, largest = _WEIGHTS
@@ -204,11 +205,11 @@ def _sizes(
 
 
 def temperature_for(items: int) -> tuple[float, str]:
-    """The temperature of cosine scores that suits so many items, and why.
+    """The temperature of cosine scores for this many items, and a reason as text.
 
     It is 0.18 for up to 5,000 items and 0.1 for 40,000 and more. Between them it falls by
-    the same amount for each doubling of the items. It was chosen on held-out parts of the
-    training data of six sets.
+    an equal amount for each doubling of the items. It was chosen on held-out parts of the
+    training data of six data sets.
 
     >>> temperature_for(10_000)
     (0.153, 'temperature 0.153: there are 10,000 items')
@@ -225,10 +226,10 @@ _KINDS = {c.kind: c for c in (InputConfig, HiddenConfig, OutputConfig)}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkConfig(codec.Config):
-    """A feed-forward network: layers in order, and the loss it is trained with.
+    """A feed-forward network: layers in order, and the loss for training.
 
     Only a chain is supported so far: one input, any number of hidden layers, one
-    output, each reading the layer before it.
+    output. Each layer reads the one before it.
 
     >>> hidden = HiddenConfig(name="hidden1", size=256)
     >>> config = NetworkConfig(layers=(InputConfig(), hidden, OutputConfig()))
@@ -238,20 +239,20 @@ class NetworkConfig(codec.Config):
     Attributes:
       layers: layers from input to output.
       loss: name of a loss in `sparsejax.losses`.
-      loss_options: its parameters, as `(name, value)` pairs.
-      precision: "highest", "high" or "default", of products of float32 matrices: in the
-        output layer see `sparsejax.output_loss` and `sparsejax.top_k`, in hidden layers
+      loss_options: parameters of the loss, as `(name, value)` pairs.
+      precision: "highest", "high" or "default", for products of float32 matrices: for the
+        output layer see `sparsejax.output_loss` and `sparsejax.top_k`; for hidden layers
         that do not read the input it is `precision` of `flax.nnx.Linear`. None is
         "default".
       param_dtype: "float32" or "bfloat16", the dtype in which kernel and bias of the first
         and of the last layer are stored. Bfloat16 takes half the memory; it is rounded at
-        random in training, see docs/optimizers.md. What lies between is always float32.
+        random in training, see docs/optimizers.md. Layers between them always have float32.
       linear: scores that are added to those of the layers, for networks whose items are
         their features. The layers are trained without them. None adds nothing.
 
     Raises:
-      ValueError: the layers are not a chain, a value is out of its range, or there is no
-        such loss, option of it, or activation; the message names the layer.
+      ValueError: the layers are not a chain, a value is out of its range, or a
+        loss, an option of it, or an activation is unknown; the message names the layer.
     """
 
     layers: tuple[LayerConfig, ...]
@@ -263,7 +264,7 @@ class NetworkConfig(codec.Config):
 
     def __post_init__(self) -> None:
         _check_chain(self.layers)
-        losses.get(self.loss, **dict(self.loss_options))  # raises if there is none
+        losses.get(self.loss, **dict(self.loss_options))  # raises for an unknown loss
         check_precision(self.precision)
         if self.param_dtype not in ("float32", "bfloat16"):
             raise ValueError(
@@ -303,9 +304,9 @@ class NetworkConfig(codec.Config):
         precision: Precision = None,
         linear: LinearConfig | None = None,
     ) -> NetworkConfig:
-        """Layers `input -> hidden1 -> ... -> output`, with the same options in all hidden ones.
+        """Layers `input -> hidden1 -> ... -> output`, with equal options in all hidden layers.
 
-        The defaults make a denoising autoencoder with cosine scores, the best of some
+        The defaults make a denoising autoencoder with cosine scores, the best of
         twenty settings on a held-out part of the Gowalla check-ins.
 
         >>> config = NetworkConfig.autoencoder((256, 128), activation="tanh")
@@ -345,7 +346,7 @@ class NetworkConfig(codec.Config):
         entries: int | None = None,
         **options: Any,
     ) -> tuple[NetworkConfig, str]:
-        """The network that `sparsejax train` gives these data, and why.
+        """The network that `sparsejax train` chooses for these data, and the reasons.
 
         >>> config, why = NetworkConfig.for_data(6_040, 3_706, 800_000)
         >>> config.output.temperature, config.linear.weight
@@ -358,13 +359,13 @@ class NetworkConfig(codec.Config):
         See `temperature_for` and `LinearConfig.for_data`.
 
         Args:
-          data: the training data, such as a `SparseDataset`; or only its number of rows.
-          items: its columns, if only a number of rows is given.
-          entries: all its entries, likewise.
+          data: the training data, such as a `SparseDataset`; or its number of rows.
+          items: number of columns, if `data` is a number of rows.
+          entries: number of entries, if `data` is a number of rows.
           **options: options of `autoencoder` that replace the ones chosen for the data.
 
         Raises:
-          TypeError: sizes are missing, or are given beside data.
+          TypeError: sizes are missing, or are given in addition to data.
         """
         rows, items, entries = _sizes(data, items, entries)
         said = []
@@ -377,7 +378,7 @@ class NetworkConfig(codec.Config):
         return cls.autoencoder(**options), "\n".join(said)
 
     def with_temperature(self, temperature: float | None) -> NetworkConfig:
-        """The same network with another temperature.
+        """This network with another temperature.
 
         >>> NetworkConfig.autoencoder((8,)).with_temperature(0.2).output.temperature
         0.2
@@ -386,7 +387,7 @@ class NetworkConfig(codec.Config):
         return dataclasses.replace(self, layers=(*self.layers[:-1], output))
 
     def to_json(self) -> dict[str, Any]:
-        """The configuration as a JSON object; defaults are left out."""
+        """The configuration as a JSON object; default values are omitted."""
         stored = {"param_dtype": self.param_dtype}
         return {
             "version": VERSION,
@@ -399,10 +400,10 @@ class NetworkConfig(codec.Config):
 
     @classmethod
     def from_json(cls, document: codec.Json) -> NetworkConfig:
-        """The configuration of a JSON object, which `to_json` or a person has made.
+        """Makes a configuration from a JSON object, written by `to_json` or by a person.
 
         Raises:
-          ValueError: not an object; an unknown version, key or kind; a wrong type.
+          ValueError: no object; an unknown version, key or kind; a wrong type.
         """
         document = codec.without_version(document, VERSION, "the network")
         known = "version", "loss", "precision", "param_dtype", "linear", "layers"

@@ -1,9 +1,8 @@
-"""The vectors of items with content: all at once, or a part of the items at a time.
+"""The vectors of items with content: of all items at once, or of some items at a time.
 
-The function `_of_chunk` defines them. `all_vectors` stores them all. Where the memory
-does not
-suffice for that, `rows_at` and `softmax_sums` use the vectors of a part where they are made, in
-the forward and again in the backward pass, so that no array of all of them exists.
+The function `_of_chunk` defines them. `all_vectors` stores all vectors. If the memory does not
+suffice for this, `rows_at` and `softmax_sums` compute the vectors of a part when they are
+used, in the forward and again in the backward pass, so that no array of all vectors exists.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.scatter_gradient import dense_gradient
 from sparsejax.sparse import CSR
 
-# Items whose content is worked on at a time: 200 MB of float32 for vectors of 768 numbers.
+# Most items whose content is computed at once: 200 MB of float32 for vectors of 768 numbers.
 CHUNK_ITEMS = 2**16
-# Tags of items that are sorted together for the gradient of T: about 40 bytes each. Sums of
-# all tags are added for each such part, so that there should be few.
+# Most tags that are sorted together for the gradient of T, which takes about 40 bytes for each.
+# Sums for all tags are added for each such part, so that there should be few parts.
 SORTED_TAGS = 2**23
 # Below this norm a vector has no direction: its cosine with anything is near 0.
 _MIN_NORM = 1e-6
@@ -45,7 +44,7 @@ class Learned(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """Numbers of entries, tags in blocks, and vectors of the items."""
+    """The items' numbers of entries, tags in blocks, and content vectors."""
 
     entries: jax.Array
     tags: CSR | None
@@ -53,7 +52,7 @@ class Fixed(NamedTuple):
 
 
 class How(NamedTuple):
-    """The dtype of the result, the mesh axes that divide the items, and who gathers tags."""
+    """The result's dtype, the mesh axes that divide the items, and whether tags are gathered."""
 
     dtype: jnp.dtype
     axes: Any
@@ -90,7 +89,7 @@ def _backward(how: How, residuals, slopes: jax.Array):
         tag_kernel = learned.tag_kernel
         if fixed.tags is not None:
             tag_kernel = _of_tags(how, fixed.tags, slopes, tag_kernel)
-        # The chunks need no tags: their part is added as it is.
+        # Chunks are computed without tags, whose part is added afterwards.
         learned, fixed = learned._replace(tag_kernel=None), fixed._replace(tags=None)
 
         def chunk(carry, part):
@@ -103,7 +102,7 @@ def _backward(how: How, residuals, slopes: jax.Array):
                 own[0],
             )
             of_learned, of_rows = pull(found[number].astype(wide))
-            # The gradient of the rows takes the place of that of the vectors.
+            # The gradient of the rows overwrites that of the vectors.
             found = found.at[number].set(of_rows.astype(found.dtype))
             return (jax.tree.map(jnp.add, sums, of_learned), found), None
 
@@ -131,7 +130,7 @@ all_vectors.defvjp(_forward, _backward)
 
 
 def _with_operands(how: How, kernel: jax.Array, learned: Learned) -> Learned:
-    """The parameters with T in the dtype of products, so that chunks need not convert it."""
+    """Converts T to the dtype of products, so that chunks need not convert it."""
     if learned.tag_kernel is None:
         return learned
     kind = _operand(how.dtype, kernel.dtype)
@@ -139,7 +138,7 @@ def _with_operands(how: How, kernel: jax.Array, learned: Learned) -> Learned:
 
 
 def _of_chunk(how: How, learned: Learned, rows, entries, tags, given) -> jax.Array:
-    """The vectors of some items, in the dtype of sums."""
+    """The vectors of some items, in the dtype of sums. It defines the vectors."""
     wide, operand = accumulator(rows.dtype), _operand(how.dtype, rows.dtype)
     weight = entries / (entries + jnp.exp(learned.log_half))
     made = weight.astype(wide)[:, None] * rows.astype(wide)
@@ -162,13 +161,13 @@ def _of_chunk(how: How, learned: Learned, rows, entries, tags, given) -> jax.Arr
 
 
 def _operand(dtype, stored) -> jnp.dtype:
-    """The dtype in which products read T and V, for rows that are stored in another."""
+    """The dtype of T and V in products, if the rows are stored with the dtype `stored`."""
     is_half = dtype == jnp.bfloat16
     return jnp.dtype(jnp.bfloat16) if is_half else accumulator(stored)
 
 
 def _of_tags(how: How, tags: CSR, slopes: jax.Array, tag_kernel) -> jax.Array:
-    """The gradient of T, from the gradient of all vectors: the tags are sorted by parts."""
+    """The gradient of T, from the gradient of all vectors: parts of the tags are sorted."""
     blocks, nse = jnp.shape(tags.indices)
     count = 1
     while blocks % (2 * count) == 0 and blocks * nse > count * SORTED_TAGS:
@@ -188,7 +187,7 @@ def _of_tags(how: How, tags: CSR, slopes: jax.Array, tag_kernel) -> jax.Array:
 
 
 def _chunks(kernel: jax.Array, fixed: Fixed):
-    """Rows of a kernel and the arrays of their items, with a leading axis of chunks."""
+    """Adds a leading axis of chunks to the kernel's rows and to the items' arrays."""
     rows = len(kernel)
     count = 1
     # A power of 2, so that each chunk has whole blocks of tags.
@@ -204,7 +203,7 @@ def _chunks(kernel: jax.Array, fixed: Fixed):
 
 
 def _joined(blocks: CSR) -> CSR:
-    """Blocks `[count, ...]` one after the other, each as large as its capacity."""
+    """Concatenates blocks `[count, ...]`, each with its whole capacity."""
     count, nse = jnp.shape(blocks.indices)
     starts = jnp.arange(count, dtype=jnp.int32) * nse
     indptr = jnp.asarray(blocks.indptr)
@@ -226,10 +225,10 @@ def rows_at(
     fixed: Fixed,
     ids: Int[Array, "count"],
 ) -> tuple[Float[Array, "count width"], Float[Array, "rows width"]]:
-    """The vectors of some items: `all_vectors(...)[ids]`, and zeros where an id is -1.
+    """The vectors of some items: `all_vectors(...)[ids]`; zeros for an id of -1.
 
-    Also returns the kernel. Later readers of the kernel should read this one: then the
-    gradient here is added to theirs in place.
+    Also returns the kernel. Later readers of the kernel should read the returned one: then the
+    gradient of this function is added to theirs in place.
     """
 
     def part(kernel, learned, fixed, ids):
@@ -274,7 +273,7 @@ rows_at.defvjp(_rows_forward, _rows_backward)
 
 
 class Scoring(NamedTuple):
-    """How scores are made of vectors; all of it is static.
+    """How scores are computed from vectors; all of it is static.
 
     Attributes:
       method: how the products of vectors are computed.
@@ -307,7 +306,7 @@ def softmax_sums(
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch"]]:
     """The logarithm of the sum of exponentials of each row's scores over all items.
 
-    And the score of the row's target, which is 0 where the target is -1.
+    Also returns the score of each row's target, which is 0 for a target of -1.
     """
 
     def part(kernel, learned, fixed, bias, h, targets):
@@ -400,18 +399,18 @@ def _pulled(
     beside: Any,
     before: jax.Array | None = None,
 ):
-    """Gradients of a function of all chunks' vectors, which are computed a second time.
+    """Gradients through the vectors of all chunks, which are computed a second time.
 
     Args:
-      how: how vectors are made.
+      how: how vectors are computed.
       kernel: the rows of this device.
       learned: the learned parameters T, V and `log_half`.
-      fixed: the tags, vectors and counts of the items, which are not learned.
-      use: `use(start, made, carry, beside)` returns the gradients of a chunk's vectors,
-        the new carry, and the results for the chunk's items.
+      fixed: the items' tags, vectors and numbers of entries, which are not learned.
+      use: function `use(start, made, carry, beside)` that returns the gradients in a chunk's
+        vectors `made`, the new carry, and the results for the chunk's items.
       carry: the carry of the first chunk.
-      beside: arrays with a row for each item, of which `use` gets the chunk's.
-      before: a gradient of the rows, to which the one computed here is added in place.
+      beside: arrays with a row for each item. `use` gets the chunk's rows.
+      before: a gradient of the rows, to which the computed gradient is added in place.
 
     Returns:
       The gradients of rows and of the parameters, the carry, and the results for the
@@ -457,7 +456,7 @@ def _pulled(
 
 
 def _chunks_from(how: How, kernel: jax.Array, fixed: Fixed, *more):
-    """`_chunks`, with further arrays by items, and the place among all items of each chunk."""
+    """`_chunks` with further arrays; also returns the index of each chunk's first item."""
     own = _chunks(kernel, fixed)
     count, rows = own[0].shape[:2]
     first = 0 if how.axes is None else lax.axis_index(how.axes) * len(kernel)
@@ -469,14 +468,14 @@ def _chunks_from(how: How, kernel: jax.Array, fixed: Fixed, *more):
 
 
 def _places(ids: jax.Array, start: jax.Array, size: int):
-    """Where ids are in the chunk that begins at `start`, and whether they are there."""
+    """Positions of ids in the chunk that begins at `start`, and whether they are in it."""
     here = ids - start
     inside = (ids >= 0) & (here >= 0) & (here < size)
     return jnp.where(inside, here, 0), inside
 
 
 def _among(ids: jax.Array, start: jax.Array) -> jax.Array:
-    """The places of ids from `start` on; -1 is no id."""
+    """Positions of ids, counted from `start`; -1 stays -1."""
     return jnp.where(ids < 0, -1, ids - start)
 
 
@@ -485,9 +484,9 @@ def _summed(how: How, tree: Any) -> Any:
 
 
 def _on_each_device(how: How, part, arguments, given: str, made: str):
-    """`part(*arguments)`, on each device of a mesh with its items.
+    """Calls `part(*arguments)` on each device of a mesh with its items.
 
-    Each argument and each result has a letter: "i" is divided as items are, "w" is whole.
+    Each argument and each result has a letter: "i" is divided like the items, "w" is replicated.
     """
     if how.axes is None:
         return part(*arguments)

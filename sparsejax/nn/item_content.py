@@ -1,4 +1,4 @@
-"""Content of items as a part of their vectors."""
+"""Content of items (tags and vectors), from which a part of their vectors is computed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from sparsejax.ops.implementations import Implementation
 from sparsejax.optimizers import growth
 from sparsejax.sparse import CSR, unit_rows
 
-# The size of a mesh divides 256, so that each device has whole blocks of tags.
+# The number of devices in a mesh divides 256, so that each device has whole blocks of tags.
 _BLOCKS = 256
-# The number of entries from which on an item's own vector counts more than half, at first.
+# Initial number of entries from which on an item's own vector has a weight above one half.
 _HALF = 2.0
-# The share of items that are their content alone in a step. Chosen on Amazon Beauty.
+# The share of items that have only their content in a step. Chosen on Amazon Beauty.
 DROPPED = 0.1
 
 _init = nnx.initializers.normal(0.02)
@@ -43,16 +43,16 @@ _init = nnx.initializers.normal(0.02)
 
 @dataclasses.dataclass(frozen=True)
 class ContentSizes:
-    """How large the content of items is.
+    """The sizes of the content of items.
 
     >>> ContentSizes.of(None, np.zeros((3, 5), np.float16))
     ContentSizes(tags=0, entries=0, vectors=5, dtype='float16')
 
     Attributes:
       tags: number of different tags, 0 for none.
-      entries: the most tags that one of 256 equal parts of the items has.
-      vectors: numbers in the vector of an item, 0 for none.
-      dtype: dtype of these numbers.
+      entries: largest number of tags in one of 256 equal parts of the items.
+      vectors: length of an item's vector, 0 for none.
+      dtype: dtype of the vectors.
 
     Raises:
       ValueError: there are neither tags nor vectors, or a number is negative.
@@ -94,8 +94,8 @@ class ItemContent(nnx.Module):
 
     R_i is the row of item i in a kernel, t_i are its tags (divided by their norm), v_i is
     its vector, and n_i the number of its entries in the training data. T, V and `log_half`
-    are learned. So an item without entries is its content alone, and one with many is
-    mostly itself.
+    are learned. So the vector of an item without entries is its content alone, and that of an
+    item with many entries is mostly R_i.
 
     >>> tags = scipy.sparse.csr_array([[1.0, 0], [1, 1], [0, 0]])
     >>> content = ItemContent(3, 4, ContentSizes.of(tags, None), rngs=nnx.Rngs(0))
@@ -104,22 +104,22 @@ class ItemContent(nnx.Module):
     (256, 4)
 
     In training, items drawn at random have a(n) = 0 in a step. So the model learns
-    content without R, and not only content together with R: otherwise items without
+    to use content without R, and not only together with R: otherwise items without
     entries would be recommended far too often.
 
-    All vectors are computed at once, some items at a time. Their gradient is reduced to
+    The vectors of all items are computed in chunks. Their gradient is reduced to
     the gradients of R, T, V and `log_half` in the same way. No second array `[items,
     width]` of float32 is made.
 
     Attributes:
-      by_parts: whether models of histories train without an array of all vectors: they make
-        those of some items, use them, and make them again for the gradients. `fit` sets it
-        where the memory does not suffice otherwise.
+      by_parts: whether models of histories train without an array of all vectors: they compute
+        the vectors of some items, use them, and compute them again for the gradients. `fit` sets
+        it if the memory does not suffice otherwise.
 
     Args:
       items: number of items.
       width: numbers in a vector.
-      sizes: sizes of the content that `set_to` will bring.
+        sizes: sizes of the content that is passed to `set_to`.
       rngs: random streams; the module uses "params" and "dropout".
     """
 
@@ -158,10 +158,10 @@ class ItemContent(nnx.Module):
     def set_to(
         self, tags: scipy.sparse.csr_array | None, vectors: np.ndarray | None
     ) -> None:
-        """Takes the content of the items, `[items, tags]` and `[items, numbers]`.
+        """Sets the content of the items, `[items, tags]` and `[items, numbers]`.
 
         Raises:
-          ValueError: it is of another number of items, or has other tags or numbers.
+          ValueError: the number of items, tags or numbers differs from the module's.
         """
         given = ContentSizes.of(tags, vectors)
         if (given.tags, given.vectors) != (self.sizes.tags, self.sizes.vectors):
@@ -192,10 +192,10 @@ class ItemContent(nnx.Module):
             _put(self.given, np.pad(vectors, ((0, extra), (0, 0))))
 
     def set_entries(self, counts: np.ndarray) -> None:
-        """Takes the number of entries of each item in the training data, `[items]`.
+        """Sets the number of entries of each item in the training data, `[items]`.
 
         Raises:
-          ValueError: they are of another number of items.
+          ValueError: the number of items differs from the module's.
         """
         if counts.shape != (self.items,):
             raise ValueError(
@@ -205,10 +205,10 @@ class ItemContent(nnx.Module):
         _put(self.entries, np.pad(np.asarray(counts, np.float32), (0, extra)))
 
     def unseen(self) -> Bool[Array, "rows"]:
-        """Whether an item has no entries, where others have some.
+        """Mask of the items without entries, if others have some.
 
-        The softmax in training leaves such items out. As negatives of all examples they
-        would be ranked behind all others, and so would the content that they share with
+        The softmax in training excludes such items. As negatives of all examples they
+        would be ranked after all others, and so would the content that they share with
         known items.
         """
         none = self.entries[...] == 0
@@ -216,13 +216,13 @@ class ItemContent(nnx.Module):
         return none & is_item & ~jnp.all(none)
 
     def scale_start(self) -> None:
-        """Divides the initial V by the norm that the items' vectors have on average."""
+        """Divides the initial V by the mean norm of the items' content vectors."""
         if self.given is not None and self.vector_kernel is not None:
             norm = _mean_norm(self.given[...], self.items)
             self.vector_kernel.set_value(self.vector_kernel[...] / norm)
 
     def add_items(self, count: int) -> None:
-        """Adds items without content and entries behind the known ones, in place."""
+        """Adds items without content and entries after the known items, in place."""
         growth.add_rows(self.entries, self.items, count, zeros=True)
         if self.given is not None:
             growth.add_rows(self.given, self.items, count, zeros=True)
@@ -256,7 +256,7 @@ class ItemContent(nnx.Module):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "rows width"]:
-        """The items' vectors E, of the rows R. Zeros behind the last item stay zeros.
+        """The items' vectors E, computed from the rows R. Padding rows stay zero.
 
         Args:
           kernel: `[padded_rows(items), width]`.
@@ -275,7 +275,7 @@ class ItemContent(nnx.Module):
     ) -> tuple[Float[Array, "count width"], Float[Array, "rows width"]]:
         """`vectors_with(kernel, dtype)[ids]`, without an array of all vectors.
 
-        Zeros where an id is -1. Also returns the kernel, see `content_vectors.rows_at`.
+        An id of -1 gives zeros. Also returns the kernel, see `content_vectors.rows_at`.
         """
         return content_vectors.rows_at(*self._operands(kernel, dtype), ids)
 
@@ -293,19 +293,19 @@ class ItemContent(nnx.Module):
         return content_vectors.softmax_sums(how, scoring, *operands, bias, h, targets)
 
     def of_step(self) -> ItemContent:
-        """The content for one step of training: items drawn at random are without R.
+        """The content for one training step, in which items drawn at random are without R.
 
-        It is for one call. Out of training it is the content itself.
+        Use the result for one call only. Outside training it is this module.
         """
         if self.deterministic:
             return self
         entries = self.entries[...]
         kept = jax.random.bernoulli(self.draws(), 1 - DROPPED, entries.shape)
         _, _, _, fixed = self._operands(entries, None)
-        # An item without content would be nothing at all.
+        # An item without content would have a vector of zeros.
         entries = jnp.where(kept | ~_have_content(fixed.tags, fixed.given), entries, 0)
         made = copy.copy(self)
-        # Not by attributes, which cannot be set within another trace.
+        # Attributes cannot be set in another trace, so `vars` is updated.
         vars(made).update(entries=FromData(entries), deterministic=True)
         return made
 
@@ -327,21 +327,21 @@ class ItemContent(nnx.Module):
 
 
 def with_vectors[Model: HasItems](model: Model, *, deterministic: bool = True) -> Model:
-    """A model whose items have finished vectors: one without content stays as it is.
+    """A model in which the items' vectors are computed; without content, the model itself.
 
     Args:
       model: a model in any mode.
       deterministic: whether all items keep their rows R, also in training. The loss in
         training passes False.
 
-    In the result, which is for one call, the kernel of `model.output` is the vectors E. A
-    tied input reads the same. All other modules and variables are those of the model. Where
-    the content is used `by_parts` in training, it stays, with its items without R.
+    The result is for one call. The kernel of its `output` is the vectors E, which a
+    tied input reads too. All other modules and variables are those of the model. If
+    the content is used `by_parts` in training, it is kept, with the items drawn without R.
     """
     output = model.output
     if output.content is None:
         return model
-    # Not by attributes, which cannot be set within another trace.
+    # Attributes cannot be set in another trace, so the copy's `vars` are updated.
     made = copy.copy(model)
     unseen = output.content.unseen()
     first = getattr(model, "first", None)
@@ -388,7 +388,7 @@ def _shape(tags: scipy.sparse.csr_array) -> tuple[int, int]:
 
 
 def _block_entries(tags: scipy.sparse.csr_array) -> np.ndarray:
-    """`[256]` the number of tags in each block of the items."""
+    """The number of tags in each block of the items, `[256]`."""
     ends = _padded_ends(tags)
     ends = ends[:: (len(ends) - 1) // _BLOCKS]
     return np.maximum(np.diff(ends), 1)
@@ -401,7 +401,7 @@ def _padded_ends(tags: scipy.sparse.csr_array) -> np.ndarray:
 
 
 def _in_blocks(tags: scipy.sparse.csr_array, entries: int) -> dict[str, np.ndarray]:
-    """Tags by blocks of items, each row divided by its norm."""
+    """Divides tags into blocks of items, each row divided by its norm."""
     ends = _padded_ends(tags)
     rows = (len(ends) - 1) // _BLOCKS
     data = unit_rows(tags).data
@@ -418,7 +418,7 @@ def _in_blocks(tags: scipy.sparse.csr_array, entries: int) -> dict[str, np.ndarr
 
 
 def _put(variable: nnx.Variable, value: np.ndarray) -> None:
-    """Sets a variable, whose array stays where it is."""
+    """Sets a variable without changing the device of its array."""
     # See `LinearPart.set_to` on arrays that are put on a named device.
     before = variable[...]
     place = before.sharding if before.committed else None

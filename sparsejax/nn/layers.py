@@ -46,11 +46,11 @@ from sparsejax.optimizers import gradients, growth
 
 Initializer = Callable[..., jax.Array]
 
-# DSSTNE and Mult-VAE start like this. Weights are small: a row of the input sums many.
+# As in DSSTNE and Mult-VAE. Weights are small, as a row of the input sums many of them.
 _default_kernel_init = nnx.initializers.glorot_uniform()
 _default_bias_init = nnx.initializers.zeros_init()
 
-# How an array with a row for each example is divided over a mesh.
+# Partition spec of an array with a row for each example.
 _BATCH = P("data")
 
 
@@ -69,7 +69,7 @@ class SparseLinear(nnx.Module):
 
     Args:
       in_features: number of columns of `x`.
-      out_features: units of this layer.
+        out_features: number of units of this layer.
       use_bias: whether to add a bias.
       dtype: dtype of the result; that of the kernel by default.
       param_dtype: dtype of kernel and bias. `sparsejax.Optimizer` rounds bfloat16 at
@@ -120,7 +120,7 @@ class SparseLinear(nnx.Module):
         )
 
     def __call__(self, x: SparseRows) -> Float[Array, "batch hidden"]:
-        """`[batch, out_features]` of `x: [batch, in_features]`."""
+        """The units `[batch, out_features]` for `x: [batch, in_features]`."""
         check_sparse_rows(x, self.in_features)
         y = gradients.lookup(
             self.kernel, x, combiner=self.combiner, implementation=self.implementation
@@ -149,21 +149,21 @@ class SparseOutput(nnx.Module):
       use_bias: whether each item has a bias.
       temperature: divisor of scores, which are then cosines.
       dtype: dtype of the operands of the products. By default it is bfloat16 if the
-        kernel is; else the finer one of those of `h` and the kernel. Sums are made in
+        kernel is; otherwise the wider dtype of `h` and the kernel. Sums are made in
         float32.
       param_dtype: dtype of kernel and bias. `sparsejax.Optimizer` rounds bfloat16 at
         random, so that small steps are not lost.
       kernel_init: function that initialises the `[num_items, in_features]` kernel.
       bias_init: function that initialises the bias.
       kernel: a parameter to share; by default the layer makes one.
-      linear: linear part that adds its scores to those of `h` where `u`, the result of its
-        `encode`, is given; `loss` never adds them.
-      content: sizes of the content of items, as for `sparsejax.nn.ItemContent`: then an
-        item's vector is not its row of the kernel W alone, but the sum with its
-        content.
+      linear: linear part whose scores are added to those of `h` if `u`, the result of its
+        `encode`, is given. `loss` never adds them.
+      content: sizes of the content of items, as for `sparsejax.nn.ItemContent`. Then an
+        item's vector is the sum of its content's vector and its row of the kernel W, which is
+        weighted.
       implementation: "mosaic_gpu", "xla" or "xla_gpu", as in `sparsejax.output_loss`;
         None picks the fastest here.
-      precision: "highest", "high" or "default" (None), of products of float32 operands;
+      precision: "highest", "high" or "default" (None), for products of float32 operands;
         see `sparsejax.output_loss` for `loss`, and `sparsejax.top_k` for `top_k` and
         `scores`. `item_scores` always has float32's precision.
       rngs: random streams.
@@ -211,7 +211,7 @@ class SparseOutput(nnx.Module):
         self.linear: LinearPart | None = nnx.data(linear)
         self.folded_scale: nnx.Variable | None = nnx.data(None)
         self.content: ItemContent | None = nnx.data(None)
-        self.unseen: jax.Array | None = nnx.data(None)  # of a layer from `finished`
+        self.unseen: jax.Array | None = nnx.data(None)  # set in a layer from `finished`
         if content is not None:
             self.content = ItemContent(num_items, in_features, content, rngs=rngs)
 
@@ -230,12 +230,12 @@ class SparseOutput(nnx.Module):
         )
 
     def rows(self, ids: Int[Array, "count"]) -> Float[Array, "count hidden"]:
-        """The vectors of some items; zeros where an id is -1."""
+        """The vectors of some items; zeros for an id of -1."""
         if self.content is not None and self.content.by_parts:
             kernel = gradients.whole(self.kernel)
             made, kernel = self.content.rows_at(kernel, ids, self.dtype)
             if self.unseen is not None:
-                # This layer is for one call, and the gradients are added in place.
+                # This layer is for one call only, and the gradients are added in place.
                 kernel = nnx.Param(kernel, **self.kernel.get_metadata())
                 vars(self)["kernel"] = kernel
             return made
@@ -245,34 +245,34 @@ class SparseOutput(nnx.Module):
     def finished(
         self, kernel: nnx.Param, unseen: jax.Array, content: ItemContent | None = None
     ) -> SparseOutput:
-        """The layer with these vectors in place of its kernel, and of its content.
+        """The layer with these vectors in place of its kernel and its content.
 
         Args:
           kernel: the vectors.
-          unseen: whether an item has no entries in the training data, where others have
+          unseen: mask of the items without entries in the training data, if others have
             some.
           content: content to be added to the vectors.
         """
         made = copy.copy(self)
-        # Not by attributes, which cannot be set within another trace.
+        # Attributes cannot be set in another trace, so `vars` is updated.
         vars(made).update(kernel=kernel, content=content, unseen=unseen)
         return made
 
     def training_bias(self) -> Float[Array, "items"] | None:
-        """The bias of a softmax in training, which denies items without entries."""
+        """The bias of a softmax in training, which excludes items without entries."""
         return self._without_unseen(None if self.bias is None else self.bias[...])
 
     def _without_unseen(self, bias: jax.Array | None) -> jax.Array | None:
-        """The bias of a softmax in training, which denies items without entries."""
+        """The bias of a softmax in training, which excludes items without entries."""
         unseen = self.unseen
         if unseen is None and self.content is not None:
             unseen = self.content.unseen()
         return bias if unseen is None else _denying(bias, unseen)
 
     def add_items(self, count: int) -> None:
-        """Adds items behind the known ones, in place: see `FeedForward.add_items`.
+        """Adds items after the known items, in place: see `FeedForward.add_items`.
 
-        In a model of your own, the state of its optimizer follows by
+        In a model of your own, update the state of its optimizer by
         `optimizer.add_rows(model, {path of the kernel: items before, ...})`.
 
         Raises:
@@ -296,7 +296,7 @@ class SparseOutput(nnx.Module):
         h: Float[Array, "batch hidden"],
         u: Float[Array, "batch rank"] | None = None,
     ) -> Float[Array, "batch items"]:
-        """All scores, `[batch, num_items]`, in float32 or finer; meant for few items."""
+        """All scores, `[batch, num_items]`, in float32 or float64; meant for few items."""
 
         def all_scores(h, kernel, bias, scale):
             scores = dot(h, kernel, (1, 1), precision=self.precision)
@@ -398,7 +398,7 @@ class SparseOutput(nnx.Module):
         targets = jnp.asarray(targets).reshape(-1)
         labels = as_targets(targets, self.num_items)
         h = jnp.asarray(h).reshape(len(targets), h.shape[-1])
-        # An ignored row may be anything.
+        # An ignored row may have any values.
         h = self.hidden_operand(jnp.where(labels.ignored[:, None], 0, h))
         bias = None if self.bias is None else self.bias[...]
         bias = self._without_unseen(bias)
@@ -443,8 +443,8 @@ class SparseOutput(nnx.Module):
         >>> layer.sampled_cross_entropy(h, targets, jnp.array([1, 4])).shape
         ()
 
-        See `sparsejax.nn.sampled_cross_entropy`. It does not read the kernel elsewhere: if that
-        is a `RowParam`, its gradient has the rows of targets and negatives alone.
+        See `sparsejax.nn.sampled_cross_entropy`. If the kernel is a `RowParam`, its gradient
+        only has the rows of targets and negatives.
         """
         return sampled_cross_entropy(
             self.hidden_operand(h),
@@ -471,7 +471,7 @@ class SparseOutput(nnx.Module):
         weights: Float[Array, "rows"] | None = None,
         dtype: Literal["bfloat16"] | None = None,
     ) -> Float[Array, ""]:
-        """`sampled_cross_entropy` of vectors of items that were read before.
+        """`sampled_cross_entropy` with vectors of items that were read before.
 
         Args:
           h: hidden vectors.
@@ -499,10 +499,10 @@ class SparseOutput(nnx.Module):
         )
 
     def without_vectors(self) -> SparseOutput:
-        """The layer for `sampled_of_vectors` alone, without the vectors of its items."""
+        """A layer without the vectors of its items, which only has `sampled_of_vectors`."""
         made = copy.copy(self)
         kernel = nnx.Param(jnp.zeros((0, self.in_features), self.kernel.dtype))
-        # Not by attributes, which cannot be set within another trace.
+        # Attributes cannot be set in another trace, so `vars` is updated.
         vars(made).update(kernel=kernel, bias=None, content=None, unseen=None)
         return made
 
@@ -519,8 +519,8 @@ class SparseOutput(nnx.Module):
 
         Args:
           h: hidden vectors.
-          k: how many.
-          exclude: items to leave out of each row.
+          k: number of items in each row of the result.
+          exclude: items not to be returned, for each row.
           excluded: a mask of items that are excluded in all rows.
           u: vectors of the linear part, as its `encode` returns them.
         """
@@ -549,7 +549,7 @@ class SparseOutput(nnx.Module):
         ids: Int[Array, "batch count"],
         u: Float[Array, "batch rank"] | None = None,
     ) -> Float[Array, "batch count"]:
-        """Scores of some items for each row. It gathers their kernel rows.
+        """Scores of some items for each row. Their kernel rows are gathered.
 
         Args:
           h: hidden vectors.
@@ -558,7 +558,7 @@ class SparseOutput(nnx.Module):
 
         Raises:
           TypeError: `ids` is no array of integers.
-          ValueError: `ids` has another shape, or is a NumPy array with a number that is no
+          ValueError: `ids` has another shape, or is a NumPy array with an id that is no
             item.
         """
         check_item_ids(ids, len(h), self.num_items)
@@ -581,7 +581,7 @@ class SparseOutput(nnx.Module):
 
     @property
     def kernel_spec(self) -> P | None:
-        """How the kernel is divided over the mesh that is set; None if it is not."""
+        """The partition spec of the kernel on the mesh that is set; None if it is not divided."""
         mesh = jax.sharding.get_abstract_mesh()
         spec = self.kernel.get_metadata().get("out_sharding")
         return spec if "model" in mesh.shape else None
@@ -589,12 +589,12 @@ class SparseOutput(nnx.Module):
     def hidden_operand(
         self, h: Float[Array, "*batch hidden"]
     ) -> Float[Array, "*batch hidden"]:
-        """`h` as an operand of the products: in their dtype, and for cosines of length 1."""
+        """`h` as an operand of the products: in their dtype, and normalised for cosines."""
         h = jnp.asarray(h)
         if self.temperature is not None:
             h = h * inverse_norm(h)[..., None].astype(h.dtype)
         stored = self.kernel.dtype
-        # With another operand than the kernel there would be a copy of the kernel.
+        # If the operand had another dtype than the kernel, the kernel would be copied.
         is_half = stored == jnp.bfloat16
         finer = stored if is_half else jnp.promote_types(h.dtype, stored)
         return h.astype(self.dtype or finer)
@@ -604,7 +604,7 @@ class SparseOutput(nnx.Module):
         h: Float[Array, "*batch hidden"],
         u: Float[Array, "*batch rank"] | None = None,
     ) -> Float[Array, "*batch width"]:
-        """The vectors that are multiplied with the items' vectors: `hidden_operand`, then `u`."""
+        """The vectors that are multiplied with items' vectors: `hidden_operand(h)`, then `u`."""
         h = self.hidden_operand(h)
         return h if u is None else jnp.concatenate([h, u.astype(h.dtype)], axis=-1)
 
@@ -616,10 +616,10 @@ class SparseOutput(nnx.Module):
         return inverse_norm(kernel) / self.temperature
 
     def fold(self) -> None:
-        """Computes once the values that each call would compute from the kernel alone.
+        """Computes once all values that each call would compute from the kernel alone.
 
-        That is the kernel in the dtype of the products, and the scale of cosines; with a
-        linear part, one kernel of both. After it the layer cannot be trained.
+        These are the kernel in the dtype of the products, and the scale of cosines; with a
+        linear part, one kernel of both. Afterwards the layer cannot be trained.
         """
         kernel = self.kernel[...]
         scale = None if self.temperature is None else self.score_scale(kernel)
@@ -630,11 +630,11 @@ class SparseOutput(nnx.Module):
         elif scale is not None:
             self.folded_scale = nnx.Variable(scale)
         if self.dtype is not None:
-            # A new parameter: a tied layer keeps the old one.
+            # A new parameter, as a tied layer keeps the old one.
             self.kernel = nnx.Param(kernel.astype(self.dtype))
 
     def _joined(self, kernel, scale):
-        """One kernel for `[h, u]`, without a scale."""
+        """One kernel for the concatenation `[h, u]`, without a scale."""
         assert self.linear is not None
 
         def joined(kernel, scale, more, factors):
@@ -671,7 +671,7 @@ class SparseDropout(nnx.Module):
     [0.0, 2.0]
 
     Each entry stays with probability `1 - rate` and is then multiplied by
-    `1 / (1 - rate)`. The draw depends on (key, row, column) alone, not on how the entries
+    `1 / (1 - rate)`. The draw depends on (key, row, column) only, not on how the entries
     are stored or divided over devices.
 
     Args:
@@ -689,7 +689,7 @@ class SparseDropout(nnx.Module):
     def __call__[Matrix: SparseRows](
         self, x: Matrix, *, deterministic: bool | None = None
     ) -> Matrix:
-        """`x` with some values set to 0; `x` itself if deterministic."""
+        """`x` with some values set to 0; `x` itself if `deterministic`."""
         check_sparse_rows(x)
         if deterministic is None:
             deterministic = self.deterministic
@@ -723,14 +723,14 @@ def normalize_rows[Matrix: SparseRows](x: Matrix) -> Matrix:
 def _denying(
     bias: Float[Array, "items"] | None, excluded: Bool[Array, "items"]
 ) -> Float[Array, "items"]:
-    """The bias with -inf for the items to exclude. Scores of the others keep their bits."""
+    """The bias with -inf for excluded items. The scores of other items keep their bits."""
     more = jnp.where(excluded, -jnp.inf, 0).astype(jnp.float32)
     return more if bias is None else bias + more
 
 
 def _padded(init, key, shape, dtype, spec):
-    """`init` of the true shape, then zero rows up to the allocated number; lies as spec."""
-    # Compiled, so that only the result is allocated, on the devices where it belongs.
+    """Calls `init` with the true shape, and appends padding rows of zeros; divided by `spec`."""
+    # Compiled, so that only the result is allocated, on the devices that keep it.
     return jit_sharded(_made, spec, static=(0, 2, 3))(init, key, shape, dtype)
 
 

@@ -1,4 +1,4 @@
-"""A linear part of an autoencoder, computed from the data: EASE of a low rank."""
+"""A linear part of an autoencoder, computed from the data: EASE of low rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsejax.optimizers import gradients, growth
 
 
 class FromData(nnx.Variable):
-    """An array that is computed from the data. Optimizers do not train it."""
+    """An array that is computed from the data, and that optimizers do not train."""
 
 
 class LinearPart(nnx.Module):
@@ -32,15 +32,15 @@ class LinearPart(nnx.Module):
         score  = (a U) . U_i / (1 - |U_i|^2)                 of a row `a` without item i
 
     n_i is the number of entries of item i, divided by its mean. The mean of the entries
-    is over the rows that have any. With the full rank this is the score of EASE:
+    is over the non-empty rows. With the full rank this is the score of EASE:
     the ridge regression of each item on all others, in the closed form
     `-(a C)_i / C_ii` with `C = (A^T A + ridge' I)^-1`, as `1 - ridge' C = U U^T`. No
     `[items, items]` matrix is made. In `1 - |U_i|^2`, the components beyond the rank
-    count with the mean of the left-out `sigma^2`. Items that a row has keep their own
-    contribution, so they have to be excluded from rankings.
+    are estimated by the mean of the omitted `sigma^2`. Items of the row have their own
+    contribution in their scores, so they have to be excluded from rankings.
 
-    `K = diag(n^-popularity) U` and `scale` hold all of this. `c` is `weight` times the
-    factor under which the softmax of these scores gives entries of rows that are left out
+    `K = diag(n^-popularity) U` and `scale` contain all of this. `c` is `weight` times the
+    factor with which the softmax of these scores gives held-out entries of rows
     the highest likelihood. Before `set_from` all scores are 0.
 
     Args:
@@ -63,7 +63,7 @@ class LinearPart(nnx.Module):
         )
 
     def add_items(self, count: int) -> None:
-        """Adds items behind the known ones, in place; their scores are 0.
+        """Adds items after the known items, in place; their scores are 0.
 
         With fewer items than the rank, the kernel also gets wider.
         """
@@ -80,7 +80,7 @@ class LinearPart(nnx.Module):
     def set_to(
         self, kernel: Float[np.ndarray, "items rank"], scale: Float[np.ndarray, "items"]
     ) -> None:
-        """Takes the arrays that `closed_form` has computed."""
+        """Sets the arrays that `closed_form` has computed."""
         extra = len(self.scale) - len(scale)
         kernel = np.pad(
             kernel, ((0, extra), (0, self.kernel.shape[1] - kernel.shape[1]))
@@ -89,8 +89,8 @@ class LinearPart(nnx.Module):
             (self.kernel, kernel),
             (self.scale, np.pad(scale, (0, extra))),
         ):
-            # An array that is put on a named device makes programs of their own, for it
-            # and for all that they return: the training program would be compiled twice.
+            # If an array is committed to a device, so are the arrays computed from it, and their
+            # programs differ: the training program would be compiled twice.
             before = variable[...]
             place = before.sharding if before.committed else None
             variable.set_value(jax.device_put(value, place))

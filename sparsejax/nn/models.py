@@ -1,4 +1,4 @@
-"""FeedForward, a Flax NNX module that is made from a NetworkConfig."""
+"""FeedForward, a Flax NNX module that is built from a NetworkConfig."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FeedForward(nnx.Module):
     """
 
     kind = "items"
-    # Whether `top_k` is that of the output layer for `queries`, in this class.
+    # Whether this class's `top_k` is that of the output layer for `queries`.
     ranks_by_layer: ClassVar[bool] = True
 
     def __init__(
@@ -130,7 +130,7 @@ class FeedForward(nnx.Module):
         features: int | None = None,
         optimizer: Optimizer | None = None,
     ) -> None:
-        """Adds items, and as many input features, behind the known ones, in place.
+        """Adds items, and as many input features, after the known ones, in place.
 
         >>> model = FeedForward(
         ...     NetworkConfig.autoencoder((8,)), inputs=5, outputs=5, rngs=nnx.Rngs(0)
@@ -140,23 +140,23 @@ class FeedForward(nnx.Module):
         >>> model.num_items, model.num_features
         (8, 8)
 
-        No known row of a kernel, of a bias or of the optimizer's state moves. So the
-        scores of known items do not change in rows of known features. A new
-        row of a kernel or a bias is the mean of the known ones: a new item has about the
+        No known row of a kernel, of a bias or of the optimizer's state changes. So for
+        rows of known features, the scores of known items do not change. A new
+        row of a kernel or a bias is the mean of the known rows: a new item has about the
         mean score until it is trained. A linear part gives new items the score 0 until
         `model.output.linear.set_from(data)` computes it again.
 
         `data.append_features(names)` gives data the vocabulary of such a model. On a mesh
-        the new rows lie on the last devices.
+        the new rows are on the last devices.
 
-        Every round of new items has new shapes, for which programs are compiled anew. Those
-        of the rounds before stay in memory until `jax.clear_caches()` is called.
+        Each call makes new shapes, for which programs are compiled. The programs for
+        earlier shapes stay in memory until `jax.clear_caches()` is called.
 
         Args:
           count: number of new items.
           features: number of new input features, `count` by default. It may only differ
             for a model whose features are not its items: not tied, no linear part.
-          optimizer: the model's; its state gets rows too.
+          optimizer: the model's optimizer, whose state gets rows too.
 
         Raises:
           ValueError: a number is negative, the numbers cannot differ, or the layers were
@@ -190,8 +190,8 @@ class FeedForward(nnx.Module):
 
         Args:
           x: `[batch, num_features]`.
-          deterministic: whether to leave out corruption and dropout. By default it is as
-            `model.train()` and `model.eval()` set it.
+          deterministic: whether to omit corruption and dropout. By default
+            `model.train()` and `model.eval()` decide.
         """
         if self.config.input.normalize:
             x = normalize_rows(x)
@@ -202,7 +202,7 @@ class FeedForward(nnx.Module):
             if i > 0:
                 layer = self.rest[i - 1]
                 h = layer(h, out_sharding=_result_spec(layer))
-            # Looked up here: a model that held JAX's functions could not be pickled.
+            # Looked up here: a model with JAX's functions as attributes could not be pickled.
             h = dropout(activation(config.activation)(h), deterministic=deterministic)
         return h
 
@@ -222,9 +222,9 @@ class FeedForward(nnx.Module):
         weights: Float[Array, "batch"] | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, ""]:
-        """`sum_b weights_b loss_b` with the loss of the configuration; weights are 1 by default.
+        """`sum_b weights_b loss_b`, with the configuration's loss; weights are 1 by default.
 
-        The loss is that of the layers' scores, without the scores of a linear part.
+        It is the loss of the layers' scores, without the scores of a linear part.
         """
         model = with_vectors(self, deterministic=bool(deterministic))
         h = model.encode(x, deterministic=deterministic)
@@ -246,8 +246,8 @@ class FeedForward(nnx.Module):
 
         Args:
           x: the rows.
-          k: how many.
-          exclude: items to leave out of each row.
+          k: number of items in each row of the result.
+          exclude: items not to be returned, for each row.
           excluded: a mask of items that are excluded in all rows.
         """
         model = with_vectors(self)
@@ -265,17 +265,17 @@ class FeedForward(nnx.Module):
 
     @property
     def _reads_content(self) -> bool:
-        """Whether the input has vectors of items that are not finished."""
+        """Whether the input reads vectors of items that are yet to be computed from content."""
         output = self.output
         return output.content is not None and self.first.kernel is output.kernel
 
     def _linear(self, x: SparseRows) -> Float[Array, "batch rank"] | None:
-        """The rows as the output's linear part encodes them, if there is one."""
+        """The rows encoded by the output's linear part; None if there is none."""
         return None if self.output.linear is None else self.output.linear.encode(x)
 
 
 def _divided(inputs: int, outputs: int, *, by_inputs: bool) -> dict[str, Any]:
-    """Options of a hidden `nnx.Linear` that lies as `hidden_layout` says."""
+    """Options of a hidden `nnx.Linear` that is divided by `hidden_layout`."""
     layout = hidden_layout(inputs, outputs, by_inputs=by_inputs)
     if layout is None:
         return {}
@@ -286,7 +286,7 @@ def _divided(inputs: int, outputs: int, *, by_inputs: bool) -> dict[str, Any]:
 
 
 def _result_spec(layer: nnx.Linear) -> P | None:
-    """How the result of a hidden layer is divided, if axes are Explicit."""
+    """The partition spec of a hidden layer's result, if axes are Explicit."""
     if not axes_are_explicit():
         return None
     divided = layer.kernel.get_metadata().get("out_sharding", P(None, None))

@@ -1,4 +1,4 @@
-"""Losses of a sample of the items, where a pass over all of them is too much."""
+"""Losses over a sample of the items, if a pass over all items is too expensive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sparsejax.optimizers.gradients import rows_of
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class NegativeSampler:
-    """Draws items with given probabilities, on the device, in constant time each.
+    """Draws items with given probabilities, on the device, each in constant time.
 
     >>> sampler = NegativeSampler.by_popularity(np.array([8, 1, 0, 1]))
     >>> key = jax.random.fold_in(jax.random.key(0), 17)  # of a seed and a step
@@ -30,14 +30,14 @@ class NegativeSampler:
     >>> int((ids == 2).sum()), ids.shape
     (0, (1000,))
 
-    It is an alias table (Walker 1977): a place is drawn uniformly, and then either the item
-    of that place or its alias. Draws are independent, so an item may come several times.
+    It is an alias table (Walker 1977): a slot is drawn uniformly, and then either the slot's
+    own item or its alias. Draws are independent, so an item may be drawn several times.
 
     Attributes:
-      num_items: items are numbered from 0.
-      kept: `[num_items]`, how probable the place's own item is; None if all items are
+      num_items: number of items; they are numbered from 0.
+      kept: `[num_items]`, probability of the slot's own item; None if all items are
         equally probable.
-      alias: `[num_items]`, the other item of the place; or None.
+      alias: `[num_items]`, the other item of the slot; or None.
       log_q: `[num_items]`, the logarithm of each item's probability; or None.
     """
 
@@ -59,10 +59,10 @@ class NegativeSampler:
 
     @classmethod
     def uniform(cls, num_items: int) -> NegativeSampler:
-        """All items are equally probable.
+        """A sampler of equally probable items.
 
         Raises:
-          ValueError: there is no item.
+          ValueError: `num_items` is 0.
         """
         if num_items < 1:
             raise ValueError(f"there must be an item to draw, got {num_items}")
@@ -72,10 +72,10 @@ class NegativeSampler:
     def by_popularity(
         cls, counts: np.ndarray, *, power: float = 1.0
     ) -> NegativeSampler:
-        """Item i has a probability in proportion to `counts[i] ** power`.
+        """A sampler in which item i has a probability proportional to `counts[i] ** power`.
 
         Args:
-          counts: how often each item occurs; an item with 0 is never drawn.
+          counts: number of occurrences of each item; an item with 0 is never drawn.
           power: 1 is popularity itself, 0.75 is word2vec's, 0 is uniform over the items
             that occur.
 
@@ -102,7 +102,7 @@ class NegativeSampler:
     def sample(
         self, key: jax.Array, count: int
     ) -> tuple[Int[Array, "count"], Float[Array, "count"]]:
-        """`count` independent draws, and the logarithm of each item's probability."""
+        """Draws `count` independent items; returns them, and the logarithm of each q."""
         of_place, of_item = jax.random.split(key)
         ids = jax.random.randint(of_place, (count,), 0, self.num_items, jnp.int32)
         if self.kept is None or self.alias is None or self.log_q is None:
@@ -115,32 +115,32 @@ class NegativeSampler:
 def sample_with_batch(
     key: jax.Array, targets: Int[Array, "*batch"], num_items: int, count: int
 ) -> tuple[Int[Array, "count"], Float[Array, "count"]]:
-    """Draws half of the items uniformly, half from a batch's targets, as often as they occur.
+    """Draws half of the items uniformly, and half from a batch's targets with their frequency.
 
-    Both are corrected by the probability of the mixture::
+    The probabilities are those of the mixture::
 
         q_i = (u / num_items + b share_i) / (u + b)
 
-    for u draws of the one kind and b of the other, where `share_i` is the part of the targets
-    that item i has. Where there is no target, draws of that kind are -1, and do not count.
+    for u draws of the first kind and b of the second, where `share_i` is the fraction of the
+    targets that are item i. Without any target, draws of the second kind are -1, and do not count.
 
-    The draws depend on which targets there are, and on the key: not on their places,
-    nor on how many places are padding. So they do not change with the padding or the
+    The draws depend on the set of targets with their frequencies, and on the key; not on the
+    targets' order or the number of padding rows. So they do not change with the padding or the
     mesh.
 
     Args:
       key: key of the random numbers.
       targets: items. A number that is no item is never drawn.
-      num_items: items are numbered from 0.
+      num_items: number of items; they are numbered from 0.
       count: number of draws.
 
     Returns:
-      The items, and the logarithm of each one's q, as `sampled_cross_entropy` takes them.
+      The items, and the logarithm of each item's q, as `sampled_cross_entropy` takes them.
     """
     of_place, of_item = jax.random.split(key)
     flat = targets.reshape(-1).astype(jnp.int32)
     known = (flat >= 0) & (flat < num_items)
-    # Sorted by item, and other numbers at the end.
+    # Sorted by item; numbers that are no items are at the end.
     ordered = jnp.sort(jnp.where(known, flat, num_items))
     total = jnp.sum(known)
     u = count - count // 2
@@ -186,7 +186,7 @@ def sampled_cross_entropy(
         result = sum_r weights_r loss_r / sum_r weights_r      over rows with a target
 
     The result estimates a loss over all items, if the negatives are independent draws
-    of the items with probabilities q that are nowhere 0:
+    from all items with probabilities q above 0:
 
     - "sigmoid": the sum over all items. Loss and gradients are unbiased.
     - "softmax": the exact softmax of `linear_cross_entropy`. The sum of exponentials is
@@ -197,11 +197,11 @@ def sampled_cross_entropy(
     Without `log_q`, each negative counts as one item: the loss is then that of choosing
     the target among these negatives. In-batch negatives are the targets of the batch
     (`negatives=targets.reshape(-1)`); their q is about their popularity, and they are not
-    independent of the targets. A negative that is a row's target does not count in that
-    row, and a negative of -1 nowhere.
+    independent of the targets. A negative that is a row's target is ignored in that
+    row, and a negative of -1 is ignored in all rows.
 
     Within `sparsejax.value_and_grad`, the gradient of a kernel that is a `RowParam` is a
-    `RowGradient` of the targets and negatives alone. Memory is some `[rows, n]` arrays.
+    `RowGradient` with the rows of targets and negatives only. Memory is some `[rows, n]` arrays.
 
     Args:
       h: hidden vectors.
@@ -218,8 +218,8 @@ def sampled_cross_entropy(
         derivatives, whose sums are float32. None is that of `kernel`.
 
     Raises:
-      ValueError: shapes do not match, a target is no item (of a NumPy array), or an
-        unknown loss or dtype.
+      ValueError: shapes do not match, a target in a NumPy array is no item, or the
+        loss or dtype is unknown.
       TypeError: targets are not integers.
     """
     if loss not in ("softmax", "sigmoid"):
@@ -261,7 +261,7 @@ def sampled_cross_entropy(
 
 
 def ids_read(target: Targets, negatives: Int[Array, "count"]) -> Int[Array, "ids"]:
-    """The items that a loss reads, targets first; -1 for a number that is no item."""
+    """The items that a loss reads, targets first; numbers that are no item become -1."""
     return jnp.concatenate(
         [
             jnp.where(target.ignored | target.broken, IGNORED, target.columns),
@@ -284,19 +284,19 @@ def of_vectors(
     weights: Float[Array, "rows"] | None = None,
     dtype: Literal["bfloat16"] | None,
 ) -> Float[Array, ""]:
-    """`sampled_cross_entropy` of rows of the kernel that were read before.
+    """`sampled_cross_entropy` with rows of the kernel that were read before.
 
     Args:
       h: hidden vectors.
       mine: the vector of each row's target.
       drawn: the vectors of the negatives.
-      target: one for each row.
-      negatives: items that all rows share; -1 counts nowhere.
+      target: the target of each row.
+      negatives: items that all rows share; -1 is ignored.
       log_q: the logarithm of the probability of each negative; None counts each as one
         item.
       loss: "softmax" or "sigmoid".
       bias: numbers added to the scores. None is 0.
-      scale: function that makes the factor of each score from the rows of the kernel. None is
+      scale: function that computes the factor of each score from rows of the kernel. None is
         1.
       weights: factors of the rows' losses. None is 1 for each.
       dtype: dtype of the operands of the products with negatives; None is that of the
@@ -306,7 +306,7 @@ def of_vectors(
     used = negatives != IGNORED
     given = jnp.ones(rows, summed) if weights is None else weights
     given = jnp.where(target.ignored, 0, given.astype(summed))
-    # Whatever is in a row that does not count.
+    # A row that does not count may have any values.
     flat = jnp.where((given == 0)[:, None], 0, h).astype(mine.dtype)
     of_target = jnp.sum(flat.astype(summed) * mine.astype(summed), axis=1)
     factors = None
@@ -314,7 +314,7 @@ def of_vectors(
         of_target = of_target * scale(mine).astype(summed)
         factors = scale(drawn).astype(summed)
         if drawn.dtype == summed:
-            # Fewer numbers than the scores; lower precision would round them once more.
+            # There are fewer vectors than scores; in lower precision they would be rounded twice.
             drawn, factors = drawn * factors[:, None], None
     if dtype is None:
         others = jnp.matmul(flat, drawn.T, preferred_element_type=summed)
@@ -323,19 +323,19 @@ def of_vectors(
     if factors is not None:
         others = others * factors[None]
     if bias is not None:
-        # -1 would be the last item, whose bias may be -inf.
+        # An index of -1 would mean the last item, whose bias may be -inf.
         ids = ids_read(target, negatives)
         of_ids = jnp.where(ids == IGNORED, 0, bias[ids]).astype(summed)
         of_target, others = of_target + of_ids[:rows], others + of_ids[None, rows:]
     counted = used[None] & (negatives[None] != target.columns[:, None])
-    # Logarithm of how many items a negative stands for.
+    # Logarithm of the number of items that a negative stands for.
     stands_for = jnp.zeros(count, summed)
     if log_q is not None:
         number = jnp.maximum(jnp.sum(used), 1).astype(summed)
         stands_for = jnp.where(used, -jnp.log(number) - log_q.astype(summed), 0)
     if loss == "softmax":
         others = jnp.where(counted, others + stands_for[None], -jnp.inf)
-        # Joined with `of_target` they would be written once more.
+        # Concatenated with `of_target`, the scores would be written once more.
         top = jax.lax.stop_gradient(
             jnp.maximum(of_target, jnp.max(others, axis=1, initial=-jnp.inf))
         )
@@ -356,12 +356,12 @@ def of_vectors(
 
 @jax.custom_vjp
 def _rounded_scores(h: jax.Array, vectors: jax.Array) -> jax.Array:
-    """`h vectors^T` of operands that are rounded to bfloat16, in float32."""
+    """`h vectors^T` in float32, with operands rounded to bfloat16."""
     return _product(h, vectors.T)
 
 
 def _rounded_forward(h, vectors):
-    # Kept for the derivative in half the memory.
+    # Stored for the derivative, in half the memory.
     kept = h.astype(jnp.bfloat16), vectors.astype(jnp.bfloat16)
     like = jnp.zeros(0, h.dtype), jnp.zeros(0, vectors.dtype)
     return _rounded_scores(*kept), (kept, like)
@@ -383,11 +383,11 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _alias_table(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How much of each place its own item has, and which item has the rest.
+    """For each slot, the probability of its own item, and the other item.
 
-    Items with less than a place are filled up, in order, from those with more, in order.
-    A filled-up item that gave too much is filled up by the next. So running sums of the
-    missing parts and of the surplus parts say who gives to whom (Hübschle-Schneider and
+    Items with less than one slot are filled up, in order, from items with more, in order.
+    A donor that gave too much is filled up by the next donor. So running sums of the
+    deficits and of the surpluses show which item donates to which (Hübschle-Schneider and
     Sanders, "Parallel weighted random sampling", 2019).
     """
     mass = q * len(q)

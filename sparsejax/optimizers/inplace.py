@@ -81,7 +81,7 @@ class Flattened:
     To split and merge modules takes milliseconds of Python at each call of a program. Here a
     program takes and gives values alone, and overwrites them in place.
 
-    Under `jax.set_mesh(make_mesh(...))`, all arrays that are not divided are copied to every device.
+    Under `jax.set_mesh(make_mesh(...))`, arrays that are not divided are copied to each device.
 
     Args:
       modules: modules, such as `(model, optimizer)`.
