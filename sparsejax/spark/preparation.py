@@ -386,7 +386,7 @@ class _Preparation:
         # The writing tasks add up the hashes that they receive, so that `run` can check that
         # these are the entries that were counted. This costs four bytes for each entry in the
         # shuffle. The hash cannot be computed later, when the item's name is gone. `observe`
-        # would cost no bytes, but counts twice what Spark computes twice after a loss.
+        # would cost no bytes, but counts rows again that Spark computes again after a failure.
         hashed = pairs.withColumn("hash", _upper_half(_hash(pairs)))
         joined = hashed.join(codes, "item")
         timed = sides or self.cut.last is not None

@@ -119,7 +119,7 @@ def _text_cells(
             problems.append((int(number), _no_row(text)))
             break
 
-    # Fields lie between the marks of a line: field i ends at mark i + 1.
+    # The separators of a line are marks: field i is between the marks i and i + 1.
     mark = np.flatnonzero(has_row[line] & (marks >= name_ends[line]))
     marks, kind, line = marks[mark], kind[mark], line[mark]
     starts, ends = marks[:-1] + 1, marks[1:]

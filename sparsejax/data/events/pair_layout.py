@@ -177,7 +177,8 @@ def find_layout(
         if c.position not in (*places.values(), *at_further)
     ]
     found = {role: columns[at] for role, at in places.items()}
-    for role in ("user", "item"):  # integers only if all are: `7.0` and `007` are text
+    # A column of names is text unless each name is a plain integer, unlike `7.0` and `007`.
+    for role in ("user", "item"):
         if places[role] >= len(first) or not are_integers[places[role]]:
             found[role] = dataclasses.replace(found[role], type="text")
     read = Columns(

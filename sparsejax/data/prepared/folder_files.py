@@ -72,9 +72,8 @@ def whole_users(batches: Iterable[Leaves]) -> Iterator[Entries]:
         users = batch["users"]
         if not len(users):
             continue
-        begin = int(
-            np.searchsorted(users, users[-1])
-        )  # of the last user, who may continue
+        # The last user may continue in the next batch.
+        begin = int(np.searchsorted(users, users[-1]))
         if waiting and (begin or users[0] != waiting[-1]["users"][-1]):
             yield _by_user(joined([*waiting, taken(batch, slice(0, begin))]))
             waiting = []

@@ -690,7 +690,7 @@ class _Names:
 def with_left_out(
     cut: Cut, known: Names | None, some_unknown: bool
 ) -> dict[Part, bool]:
-    """The parts to write, each with whether it counts entries that the vocabulary lacks.
+    """The parts to write; the values say whether entries of unknown items are counted.
 
     Args:
       cut: rule that splits entries.

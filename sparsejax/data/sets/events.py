@@ -186,8 +186,8 @@ class Events:
         Raises:
           DataError: a cell has a value that its column does not allow, or columns have
             different lengths.
-          ValueError: the schema has no context, a column is no context, or the number of rows
-            differs.
+          ValueError: the schema has no context, a given column is not in it, or the number of
+            rows differs.
           TypeError: `records` is no table.
         """
         names = self.schema.context

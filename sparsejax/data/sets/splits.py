@@ -110,7 +110,7 @@ def split_entries[T](
         raise ValueError(f"nothing is held out: {why_nothing}")
     stays = ~is_held if stays is None else stays
     whole: Any = data
-    # The parts have no `left_out`: it counts entries of the whole rows.
+    # `left_out` counts entries of whole rows, so it is not true of the parts.
     entries = dataclasses.replace(whole._entries, of_rows={})
     left_out = ~(stays | is_held)
     repeats = int(np.sum(left_out if behind is None else left_out & ~behind))
