@@ -22,7 +22,7 @@ _SHOWN = 60  # most letters of a wrong value in a message
 _NUMBERS = 2**63  # bound of integers; callers check narrower bounds of sizes
 _NAMES = {type(None): "null", dict: "an object", list: "a list"}
 
-# A value of JSON.
+# Type of a value in JSON, as `json` parses it.
 Json = Mapping[str, Any] | Sequence[Any] | str | float | bool | None
 
 

@@ -20,7 +20,7 @@ from sparsejax.predictors.predictor import Predictor
 from sparsejax.spark import jobs, scoring, workers
 from sparsejax.sparse import CSR
 
-# Columns of the rows that `prepare` writes; the first two are always there.
+# Names of the columns in files of `prepare`; the first two always exist.
 _PREPARED = ("indices", "row", "values", "left_out")
 _NEW = ("items", "scores")
 

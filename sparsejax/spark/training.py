@@ -237,7 +237,7 @@ class _Job:
                 problem = _wait_until_free(folder)
                 if is_address(self.run) and not problem:
                     stack.enter_context(_kept_in_store(folder, Place.of(self.run)))
-            # Process 0 tells the others whether the folder is ready.
+            # All processes get the problem of process 0, or "" if the folder is ready.
             if problem := context.allGather(problem)[0]:
                 return _refused(problem)
             return run_command([*argv, "--run", str(folder)], _gpus(context))

@@ -149,7 +149,7 @@ def _with_colons(lines: list[str]) -> Format | None:
         return "text"
     repeated = len(set(rows)) < len(rows)  # in the text format a row has one line
     slashes = max(sum(e.startswith("//") for e in each) for each in entries)
-    # Hours and minutes of times also occur in any place.
+    # Parts of times like `12:30` also occur at several positions.
     are_clocks = all(re.fullmatch("[0-9]{2}", entry) for entry in flat)
     if not (repeated or slashes or are_clocks) and _stand_anywhere(entries):
         return "text"

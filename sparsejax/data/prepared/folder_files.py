@@ -30,7 +30,7 @@ from sparsejax.sparse import as_int32
 GROUP_ENTRIES, FILE_ENTRIES = 2**20, 2**26
 
 
-# Names of the columns of sorted entries, by the names in an engine's batches.
+# Names of columns in `Entries`, by their names in the batches of an engine.
 _COLUMNS = {
     "number": "users",
     "code": "indices",

@@ -25,8 +25,8 @@ from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.data.sets.events import EventCounter, Events, named
 from sparsejax.data.sets.vocabulary import vocabulary_order
 
-# An array is the index of integer items if its size is at most the first number, plus the second
-# one for each name.
+# Integer items are found by an array if its size is at most the first number, plus the second
+# number for each name.
 _MOST_PLACES, _PLACES_PER_NAME = 2**22, 8
 
 

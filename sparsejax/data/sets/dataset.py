@@ -271,7 +271,7 @@ class SparseDataset(NamedRows):
             )
         parts = split_entries(self, is_held, "", stays)
         left_out = int((both & ~is_held).sum())
-        # An entry with events on both sides has only its first and its last time.
+        # For an entry with events on both sides, only the earliest and latest time are stored.
         known = np.where(both, first, times)
         return Split(
             dataclasses.replace(

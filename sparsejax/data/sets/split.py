@@ -111,7 +111,7 @@ def heldout_last(
         raise ValueError(f"n must be 1 or more, got {n}")
     lengths = np.diff(indptr)
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    # The entries of each row, the oldest first.
+    # Positions of the entries, sorted by row and time.
     ascending = np.lexsort((order, times, rows))
     first_held = indptr[1:] - np.minimum(n, np.maximum(lengths - 1, 0))
     is_held = np.empty(len(times), bool)

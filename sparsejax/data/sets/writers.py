@@ -211,7 +211,7 @@ def _rows(
     for row, end in zip(data.row_names.tolist(), ends, strict=True):
         values = None
         if floats is not None:
-            # The shortest decimal that is read as the same float32.
+            # `str` gives the shortest decimal that is read as the same float32.
             shortest = map(str, floats[start:end])
             values = [text.removesuffix(".0") for text in shortest]
         yield row, names[indices[start:end]].tolist(), values
