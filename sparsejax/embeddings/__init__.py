@@ -1,7 +1,7 @@
-"""Embedding tables of click models: many tables, one lookup, spread over a mesh.
+"""Embedding tables of click models: many tables read by one lookup, divided over a mesh.
 
-Above the optimizers (a stack of tables is a `RowParam`), beside `nn` and `data`. The core knows
-nothing of it.
+This package stands above the optimizers, as a stack of tables is a `RowParam`, and beside `nn` and
+`data`. The core does not import it.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""A click model whose probabilities are corrected."""
+"""Click models with calibrated probabilities."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Knots = Sequence[tuple[float, float]]
 
 
 class Correction(NamedTuple):
-    """A correction of logits, by default none.
+    """A correction of logits. By default it changes nothing.
 
     Attributes:
       slope: factor of the logits.
       offset: number added to the scaled logits.
-      knots: pairs of a logit and the corrected one, both ascending.
+      knots: pairs (logit, corrected logit), ascending in both.
     """
 
     slope: float = 1.0
@@ -30,7 +30,7 @@ class Correction(NamedTuple):
 
 
 class Calibrated(nnx.Module):
-    """A click model whose logits are corrected; `calibrate` makes it.
+    """A click model with corrected logits; `calibrate` makes it.
 
     ::
 
@@ -38,9 +38,9 @@ class Calibrated(nnx.Module):
         logit = z without knots, else the value at z of the straight lines through the knots
 
     Below the first and above the last knot, the logit is constant. `predict`, `evaluate` and
-    `export_predictor` accept this module like the click model inside it. With several labels
-    each has a correction. That of a label which comes after another one corrects its
-    probability among the examples with that other one, so that it stays the smaller one.
+    `export_predictor` accept this module like the click model inside it. With several labels, each
+    has a correction. For a label that comes after another label, it corrects the conditional
+    probability given the other label, so that the label stays less probable than the other one.
 
     >>> def same(dense, ids):
     ...     return jnp.array([-1.0, 3.0])
@@ -48,12 +48,12 @@ class Calibrated(nnx.Module):
     [-3.0, 5.0]
 
     Args:
-      model: the click model.
+      model: click model.
       slope: factor of the model's logits.
       offset: number added to the scaled logits.
-      knots: pairs of a logit and the corrected one, both ascending; none by default.
-      labels: for each of several labels a `Correction`, and the place of the earlier label that
-        it comes after, or None; in place of the other arguments.
+      knots: pairs (logit, corrected logit), ascending in both; by default there are none.
+      labels: for several labels, in place of the other arguments: for each label a `Correction`,
+          and the index of the earlier label that it comes after, or None.
     """
 
     kind = "clicks"
@@ -80,13 +80,13 @@ class Calibrated(nnx.Module):
         self.knots = nnx.data([None if x is None else nnx.Variable(x) for x in pairs])
 
     def __getattr__(self, name: str) -> Any:
-        # The data are compared with these of the model.
+        # Data is checked against these attributes of the wrapped model.
         if name in ("num_dense", "num_ids", "like", "labels", "beside"):
             return getattr(self.model, name)
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def __call__(self, dense: Any, ids: Any) -> Float[Array, "batch *labels"]:
-        """The logit of each example, in float32; with several labels one for each of them."""
+        """The logit of each example, in float32; `[batch, labels]` with several labels."""
         logits: jax.Array = self.model(dense, ids)
         if not self.after:
             return self._corrected(0, logits)

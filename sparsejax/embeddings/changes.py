@@ -1,4 +1,4 @@
-"""Changes of models: what their tables and all other layers have become."""
+"""Exports and applies changes of models: changed rows of tables, and all other layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def export_changes(
     *,
     state: bool = False,
 ) -> Export:
-    """Writes what has changed in a model since the last export into a folder.
+    """Writes the changes of a model since the last export into a folder.
 
     >>> tables = {"user": DynamicTableConfig(1000, 2)}
     >>> embeddings = EmbeddingCollection(tables, {"user": "user"}, rngs=nnx.Rngs(0))
@@ -46,38 +46,39 @@ def export_changes(
             if number % 1000 == 0:
                 sj.export_changes(model, "changes", optimizer)
 
-    The first export is a *base* with all rows. Each other one has the rows that differ from what
-    the folder has, ids of dynamic tables that have lost their row, and all other layers whole.
-    `apply_changes` takes them in order. When the changes since the base are four times as many as
-    the tables have rows, the next export is a new base, and those before the last base are
+    The first export is a *base* with all rows. Each later one has the rows that differ from the
+    content of the folder, ids of dynamic tables that lost their row, and all other layers.
+    `apply_changes` applies them in order. When the changes since the base contain four times as
+    many rows as the tables have, the next export is a new base, and files before the last base are
     removed.
 
-    Rows are written as they are after `Optimizer.flush`; the training goes on with the same bits
-    as without the export. The call waits for the steps before it, compares the rows with 8 bytes
-    that it keeps of each (16 of a row of a dynamic table), and copies those that differ on the
-    device. A thread writes them. Beyond a gigabyte of rows, the rest is copied to the host
-    before the call returns.
+    Rows are written as they would be after `Optimizer.flush`; training continues bitwise as
+    without the export. The call waits for the running steps, compares rows with 8 bytes that it
+    keeps for each (16 for a row of a dynamic table), and copies changed rows on the device. A
+    thread writes them. If there is more than a gigabyte of changed rows, the others are copied to
+    the host before the call returns.
 
-    A process that was killed, or a full disk, leaves the changes before. An export after a restart
-    reads the folder, and writes what differs from it.
+    If the process is killed, or the disk is full, the folder keeps the earlier changes. An export
+    after a restart reads the folder, and writes the differences.
 
     Args:
-      model: its tables are those of each `EmbeddingCollection` in it.
+      model: model whose tables are those of each `EmbeddingCollection` in it.
       folder: folder that collects the exports; it is created if it does not exist.
-      optimizer: the optimizer that trains the model. With None the rows are written as they
-        are.
-      state: write the state of the rows of dynamic tables, too. Under most rules it changes in
-        each step for each row, so that each export has all rows.
+      optimizer: optimizer that trains the model. With None, rows are written without pending
+          updates.
+      state: whether to write the optimizer state of the rows of dynamic tables, too. Under most
+          rules each step changes the state of every row, so that each export has all rows.
 
     Returns:
-      The export, whose `result()` waits for its end. Its errors are raised there, or by the next
-      export.
+      The running export. `result()` waits for it and raises its errors; otherwise the next export
+      raises them.
 
     Raises:
-      NotImplementedError: there are several processes, or the model has another `RowParam`.
+      NotImplementedError: there are several processes, or the model has a `RowParam` outside its
+          collections.
       OSError: the folder cannot be made or read.
-      ValueError: the model has no tables; the folder has changes that were cut off or altered; or
-        `state` without an optimizer.
+      ValueError: the model has no tables; the folder contains truncated or altered changes; or
+          `state` is set without an optimizer.
     """
     tables = _tables_of(model)
     values = {name: variable[...] for name, variable in tables.values.items()}
@@ -92,7 +93,7 @@ def apply_changes(
     *,
     after: Changes | None = None,
 ) -> Changes:
-    """Gives a model the changes of a folder that `export_changes` writes, in their order.
+    """Applies the changes in a folder, written by `export_changes`, to a model, in order.
 
     >>> tables = {"user": DynamicTableConfig(1000, 2)}
     >>> embeddings = EmbeddingCollection(tables, {"user": "user"}, rngs=nnx.Rngs(0))
@@ -105,31 +106,31 @@ def apply_changes(
         taken = sj.apply_changes(model, "changes")               # from the last base on
         taken = sj.apply_changes(model, "changes", after=taken)  # what has come since then
 
-    All files are read and checked before the model changes, so an error leaves it as it was.
+    All files are read and checked before the model changes, so after an error it is unchanged.
 
     Args:
-      model: a model with the layers and tables of the exported one; or an
-        `EmbeddingCollection`, if a collection was exported. Its mesh and the sizes of its
-        dynamic tables may differ.
+      model: model with the layers and tables of the exported one; or an `EmbeddingCollection`, if
+          a collection was exported. Its mesh and the capacities of its dynamic tables may differ.
       folder: folder that `export_changes` has filled.
-      optimizer: the optimizer that trains this model. Rows get the optimizer state stored in
-        the changes, and `optimizer.step` the step of the export. If the changes have no state,
-        rows get the state of a new optimizer.
-      after: the changes that an earlier call returned. Only later ones are applied. By default
-        reading begins with the last base.
+      optimizer: optimizer that trains this model. Rows get the optimizer state stored in the
+          changes, and `optimizer.step` becomes the step of the export. If the changes have no
+          state, rows get the state of a new optimizer.
+      after: changes that an earlier call returned. Only later ones are applied. By default all
+          changes from the last base on are applied.
 
     Returns:
-      The last changes that were taken.
+      The last changes that were applied.
 
     Raises:
       OSError: a file cannot be read.
-      ValueError: there are no changes; one is missing, cut off, altered, at another place in the
-        order, of another base, or not finite; they are of other tables, or of more ids than there
-        is room for. The message names the file and what was expected.
+      ValueError: there are no changes; a file is missing, truncated, altered, out of order,
+          belongs to another base, or contains a number that is not finite; the changes belong to
+          other tables, or have more ids than the tables have room for. The message names the file
+          and the expected content.
     """
     links = change_folders.chain(folder, after)
     if not links:
-        assert after is not None  # else there would be a base
+        assert after is not None  # without `after`, the first change is a base
         return after
     tables = _tables_of(model)
     _check_tables(links[-1], tables.parts)
@@ -143,11 +144,11 @@ def apply_changes(
 
 
 class _Tables(NamedTuple):
-    """The parts of a model that change.
+    """The parts of a model that change in training.
 
     Attributes:
-      parts: the stacks of its collections.
-      values: further variables by name.
+      parts: stacks of its collections.
+      values: all other variables, by name.
     """
 
     parts: list[Part]
@@ -206,9 +207,9 @@ def _check_values(link: Link, here: dict[str, nnx.Variable]) -> None:
 def _apply(
     links: Sequence[Link], parts: Sequence[Part], optimizer: Optimizer | None
 ) -> None:
-    """Gives tables the changes of `change_folders.chain`; see `sparsejax.apply_changes`.
+    """Applies the changes of `change_folders.chain` to tables; see `sparsejax.apply_changes`.
 
-    An error leaves the tables as they are.
+    After an error the tables are unchanged.
     """
     tables = _tables(parts)
     stated = links[-1].manifest.tables
@@ -219,7 +220,7 @@ def _apply(
         for column in table.columns
     )
     step = None if optimizer is None else optimizer.step[...]
-    if with_state:  # rows are as they were at this step, those of static tables, too
+    if with_state:  # rows of static tables, too, have their values at this step
         step = jnp.asarray(links[-1].manifest.steps, jnp.int32)
     plans: list[tuple[Store, np.ndarray, dict[str, np.ndarray], bool]] = []
     is_base = links[0].manifest.base is None
@@ -260,7 +261,7 @@ def _tables(parts: Sequence[Part]) -> dict[Table, list[Piece]]:
 
 
 def _check_tables(link: Link, parts: Sequence[Part]) -> None:
-    """Raises ValueError unless changes are of these tables."""
+    """Raises ValueError unless the changes belong to these tables."""
     given, here = (
         {
             (table.name, table.num_rows, column)
@@ -293,7 +294,7 @@ def _with_state(
     *,
     with_state: bool,
 ) -> tuple[dict[str, np.ndarray], bool]:
-    """The columns that a store takes, and whether the state of their rows begins."""
+    """The columns to write to a store, and whether the state of their rows must be initialized."""
     given = {n: a for n, a in columns.items() if not n.startswith(files.STATE)}
     if optimizer is None or not len(columns[ROW]):
         return given, False

@@ -1,4 +1,4 @@
-"""EmbeddingCollection: many tables and features, read by few lookups."""
+"""EmbeddingCollection: many tables and features, read by a few lookups."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sparsejax.optimizers.optimizer import Optimizer
 
 
 class EmbeddingCollection(Tables):
-    """Tables of embeddings, and features that read them.
+    """Embedding tables, and features that read them.
 
     >>> tables = {"item": TableConfig(1000, 8), "user": TableConfig(500, 4)}
     >>> features = {
@@ -55,47 +55,47 @@ class EmbeddingCollection(Tables):
     >>> jax.tree.map(jnp.shape, embeddings(ids))
     {'item': (2, 8), 'recent': (2, 3, 8), 'user': (2, 4)}
 
-    Tables of one width, dtype and rule lie below each other in one `RowParam`, a *stack*.
-    Those that are replicated have a stack of their own. However many tables a stack has, a step
-    reads it by one lookup, sorts the ids once, and updates the touched rows once.
-    `sparsejax.Optimizer` and `sparsejax.value_and_grad` treat it as the kernel of a
-    `SparseLinear`.
+    Tables with equal width, dtype and rule are concatenated in one `RowParam`, a *stack*.
+    Replicated tables form a separate stack. However many tables a stack has, a step reads it by
+    one lookup, sorts the ids once, and updates the touched rows once. `sparsejax.Optimizer` and
+    `sparsejax.value_and_grad` treat it as the kernel of a `SparseLinear`.
 
-    Ids of a feature are an int32 array, `[batch]` or `[batch, n]`, where -1 stands for no id,
-    or a `CSR` `[batch, num_rows]` of the ids, whose data are weights. Lists of ids in any
-    order are `WideIds.ragged(ids, offsets, weights)`. An id counts as often as
-    it occurs. Without ids a feature is zero, whatever the combiner.
+    Ids of a feature are an int32 array, `[batch]` or `[batch, n]`, where -1 stands for no id, or a
+    `CSR` `[batch, num_rows]` whose columns are ids and whose values are weights. Lists of ids in
+    any order are given as `WideIds.ragged(ids, offsets, weights)`. A repeated id counts each time.
+    A feature without ids gives zeros, with any combiner.
 
-    On a mesh rows of large tables are divided over "model", and batches over "data". A seed
-    gives the same tables on every mesh, and a checkpoint fits every mesh.
+    On a mesh, rows of large tables are divided over "model", and batches over "data". A seed gives
+    equal tables on every mesh, and a checkpoint can be restored on every mesh.
 
     Args:
       tables: configuration of each table, by the table's name.
       features: configuration of each feature, by the feature's name; a string is short for
         `FeatureConfig(table)`.
       dtype: dtype of the results; by default the dtype of the tables.
-      plan: a plan made by `plan_embeddings`, or a placement for each of some tables whose
-        configuration has none. By default tables of one width, dtype and rule are replicated if
-        they have up to 2^20 numbers together, and else divided by rows.
-      wire_dtype: dtype in which sums and gradients cross between devices, such as bfloat16;
-        they are added in float32. By default the dtype of the table.
-      exchange_room: places for ids between each pair of devices, as a multiple of an even
-        share. By default 1.5, and more for few ids.
-      implementation: implementation of the lookup, one of those of `sparsejax.gather_matmul`.
-        None picks the fastest one for the device.
+      plan: plan made by `plan_embeddings`, or placements by table name for tables whose
+          configuration has none. By default tables of equal width, dtype and rule are replicated
+          if they have at most 2^20 numbers together, and divided by rows otherwise.
+      wire_dtype: dtype in which sums and gradients are sent between devices, such as bfloat16;
+          they are added in float32. By default the dtype of the table.
+      exchange_room: capacity for ids between each pair of devices, as a multiple of an even share.
+          By default 1.5, and more for few ids.
+      implementation: implementation of the lookup, as in `sparsejax.gather_matmul`. None chooses
+          the fastest one for the device.
       rngs: random streams.
 
     Attributes:
       settings: settings that compiled programs depend on, a `TableSettings`.
-      overflows: `[]` int32 variable: number of lookups in which the devices of a mesh had too
-        few places for the ids that they exchange. Each device then gathered all ids. The
-        results are equal.
+      overflows: `[]` int32 variable: number of lookups in which the exchange between devices had
+          too little capacity for the ids. Each device then gathered all ids. The results are
+          equal.
 
     Raises:
-      ValueError: there is no feature, a feature or `plan` names an unknown table, the plan
-        is one of other tables, pieces do not divide a width, or `exchange_room` is not
-        positive.
-      TypeError: `wire_dtype` is not floating, or has 8 bits, or `plan` has another type.
+      ValueError: there is no feature, a feature or `plan` names an unknown table, the plan belongs
+          to other tables, the number of pieces does not divide a width, or `exchange_room` is not
+          positive.
+      TypeError: `wire_dtype` is not a floating dtype of at least 16 bits, or `plan` has a wrong
+          type.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class EmbeddingCollection(Tables):
         )
         self.stacks = self.settings.stacks(configs)
         self.names = tuple(configs)
-        # Ids without a row read their first vector; in a predictor it may be zeros.
+        # Ids without a row read their initial vector, or zeros if a predictor chooses so.
         self.unknown: Unknown = "init"
         key = rngs.params()
         self.overflows = nnx.Variable(jnp.zeros((), jnp.int32))
@@ -131,9 +131,9 @@ class EmbeddingCollection(Tables):
         """Looks up the rows of each feature for a batch.
 
         Returns:
-          `{feature: [batch, dim]}`, and `[batch, length, dim]` for a feature without combiner:
-          zero where there is no id. An id that its table does not have, and that is neither
-          found on the host nor dropped, makes its row NaN.
+          `{feature: [batch, dim]}`, and `[batch, length, dim]` for a feature without combiner,
+          with zeros where there is no id. An id outside its table makes its row NaN, unless it is
+          detected on the host or dropped.
         """
         rows = self._rows(ids)
         return {
@@ -144,7 +144,7 @@ class EmbeddingCollection(Tables):
     def concat(
         self, ids: Mapping[str, Ids] | FeatureBatch
     ) -> Float[Array, "batch outputs"]:
-        """`[batch, num_outputs]`: the features one after the other, in their order.
+        """Concatenates the vectors of all features, in their order: `[batch, num_outputs]`.
 
         Nothing is copied if all tables are in one stack.
         """
@@ -156,7 +156,7 @@ class EmbeddingCollection(Tables):
             of_stack = rows[stack.name]
             if alone:
                 found += [_whole(of_stack, parts) for _, parts in features]
-            else:  # they follow each other
+            else:  # the features are adjacent in the stack
                 parts = [part for _, parts in features for part in parts]
                 bags = slice(parts[0].bag_range.start, parts[-1].bag_range.stop)
                 found.append(of_stack[:, bags])
@@ -170,16 +170,17 @@ class EmbeddingCollection(Tables):
         *,
         blank: int = 0,
     ) -> Float[Array, "batch vectors dim"]:
-        """`first`, `blank` zeros, and the vectors of all features, whose tables are as wide.
+        """Stacks `first`, `blank` zero vectors, and the vectors of all features, which have one
+        width.
 
-        Rows of a single stack are written where they stay: nothing is copied.
+        Rows of a single stack are looked up into their final place: nothing is copied.
         """
         batch, dim = first.shape
         if [stack.dim for stack in self.stacks] == [dim]:
             rows = self._rows(ids, blank=1 + blank, dtype=first.dtype, after=first)
             return _with_first(*rows.values(), first)
         rows = self.concat(ids).astype(first.dtype).reshape(batch, -1, dim)
-        # A sum takes a third of a concatenation's time on a GPU.
+        # On a GPU, adding padded rows takes a third of the time of a concatenation.
         behind = jnp.pad(rows, ((0, 0), (1 + blank, 0), (0, 0)))
         more = behind.shape[1] - 1
         return behind + jnp.pad(first[:, None], ((0, 0), (0, more), (0, 0)))
@@ -187,22 +188,22 @@ class EmbeddingCollection(Tables):
     def pack(
         self, ids: Mapping[str, Ids], *, nse: Mapping[str, int] | None = None
     ) -> FeatureBatch:
-        """Packs the ids of a batch into one matrix for each stack, for calls to take.
+        """Packs the ids of a batch into one matrix for each stack, as input of a call.
 
-        A call packs ids itself. An input pipeline can do it earlier: NumPy arrays give NumPy
-        arrays.
+        A call packs ids itself. An input pipeline can pack them earlier: NumPy arrays are packed
+        into NumPy arrays.
 
         Args:
           ids: ids of each feature, by the feature's name.
-          nse: number of ids that there is room for in each stack, by the stack's name; by
-            default as many as the arguments have room for. One program serves all batches of
-            one `nse`. An id of a table that is cut by columns counts once for each piece.
+          nse: capacity for ids in each stack, by the stack's name; by default that of the
+              arguments. One program serves all batches of equal `nse`. An id of a table that is
+              cut by columns counts once for each piece.
 
         Raises:
-          ValueError: a feature is missing or unknown; shapes do not fit. If all ids are NumPy
-            arrays: an id is outside its table, a list is too long, or there is too little
-            room. (If they are not, rows that this concerns are NaN. If there is too little
-            room, these are all rows from the first one that does not fit.)
+          ValueError: a feature is missing or unknown, or shapes do not match. If all ids are NumPy
+              arrays: an id is outside its table, a list is too long, or the capacity is too small.
+              (For other arrays, affected rows are NaN instead. With too small a capacity, these
+              are all rows from the first one that does not fit.)
           TypeError: ids are not int32.
         """
         return feature_batch.pack(self.stacks, ids, nse=nse)
@@ -210,7 +211,8 @@ class EmbeddingCollection(Tables):
     def ahead(
         self, batches: Iterable[Mapping[str, Ids] | FeatureBatch]
     ) -> Iterator[FeatureBatch]:
-        """Sends the ids of the next batch to the devices with their rows before its step begins.
+        """Sends the ids of the next batch to the devices that own their rows, before its step
+        starts.
 
         ::
 
@@ -219,22 +221,22 @@ class EmbeddingCollection(Tables):
                 for (dense, _, clicks), ids in zip(batches, ids):
                     step(model, optimizer, dense, ids, clicks)
 
-        Without it, a step on several devices waits twice for whether the exchange has places
-        for all ids (`exchange_room`). A batch of this iterator says so beforehand. If it has
-        too few places, the batch is packed instead, and its step exchanges all ids. The first
-        such batch compiles that step. Results are equal. Each device sends an id of a dynamic
-        table once, and looks up its own ids alone. Ids of tables in host memory are packed:
-        `staged(ahead(batches), optimizer)` brings their rows.
+        Otherwise a step on several devices waits twice to learn whether the exchange has capacity
+        for all ids (`exchange_room`). A batch from this iterator already contains the answer. If
+        the capacity is too small, the batch is packed instead, and its step exchanges all ids. The
+        first such batch compiles that step. Results are equal. Each device sends an id of a
+        dynamic table once, and looks up only its own ids. Ids of tables in host memory are packed:
+        `staged(ahead(batches), optimizer)` copies their rows to the devices.
 
         Args:
-          batches: the ids of each batch. The iterator takes one batch more than it has
-            returned: if the other arrays come from the same iterator, use `itertools.tee`.
-            Do not change the arrays of a batch before it is returned.
+          batches: ids of each batch. The iterator takes one more batch than it has returned: if
+              the other arrays come from the same iterator, use `itertools.tee`. Do not change the
+              arrays of a batch before it is returned.
 
         Raises:
           TypeError: ids are not int32.
-          ValueError: a feature is missing or unknown; shapes do not fit; or, if all ids are
-            NumPy arrays, an id is outside its table or a list is too long.
+          ValueError: a feature is missing or unknown; shapes do not match; or, if all ids are
+              NumPy arrays, an id is outside its table or a list is too long.
         """
         stores = [store for store in self.stores() if not store.stages]
         sender = sender_of(self, stores)
@@ -242,7 +244,8 @@ class EmbeddingCollection(Tables):
         later = {feature.name for stack in held for feature in stack.features}
 
         def answered(ids, batch, crowded):
-            return self._packed(ids) if crowded else batch  # waits for the answer
+            # reading it waits for the device
+            return self._packed(ids) if crowded else batch
 
         waiting = collections.deque()
         for ids in batches:
@@ -271,7 +274,7 @@ class EmbeddingCollection(Tables):
         clock: jax.typing.ArrayLike | None = None,
         within: Sequence[Any] = (),
     ) -> FeatureBatch:
-        """Gives new ids of dynamic tables a row, and finds those of the others.
+        """Assigns rows of dynamic tables to new ids, and finds the rows of known ids.
 
         ::
 
@@ -287,29 +290,27 @@ class EmbeddingCollection(Tables):
             for dense, ids, clicks in batches:
                 step(model, optimizer, dense, model.embeddings.pack(ids), clicks)
 
-        A new row begins with a vector that depends on the seed, the table and the id alone,
-        and with the state of a new optimizer. An id without a row has this vector too, and
-        no gradient. The rows and all that is known of them depend on the batches alone: not
-        on the order of ids in a batch, nor on the mesh. See docs/dynamic_tables.md.
+        A new row starts with a vector that depends only on the seed, the table and the id, and
+        with the state of a new optimizer. An id without a row reads this vector, too, but gets no
+        gradient. Rows and their counts depend only on the batches, not on the order of ids in a
+        batch or on the mesh. See docs/dynamic_tables.md.
 
         Args:
-          ids: ids of each feature, by the feature's name, or the batch that `pack` made of
-            them.
-          optimizer: the optimizer that trains the model.
-          clock: the time, an integer that fits into int32 and does not fall. By default
-            the number of steps that the optimizer has done. With a clock of your own, rows of
-            earlier batches of a step are not protected: do not accumulate gradients with it.
-          within: the path of this collection in the model, if the model has several
-            collections with dynamic tables of one width.
+          ids: ids of each feature, by the feature's name, or a batch made from them by `pack`.
+          optimizer: optimizer that trains the model.
+          clock: current time, an int32 that never decreases. By default the number of steps that
+              the optimizer has done. With a custom clock, rows of earlier batches of a step can be
+              evicted: do not accumulate gradients with it.
+          within: path of this collection in the model, needed if several collections have dynamic
+              tables of equal width.
 
         Returns:
-          The batch for the model, until rows are assigned again.
+          The batch to pass to the model. It is valid until rows are assigned again.
 
         Raises:
-          ValueError: there are no dynamic tables; the batch has its rows already; the
-            optimizer does not train these tables; tables are in host memory, and `staged`
-            has not brought the rows, or there is a clock, which they do not have. Or the
-            clock does not fit into int32.
+          ValueError: there are no dynamic tables; the batch already has rows; the optimizer does
+              not train these tables; or the clock does not fit into int32. For tables in host
+              memory: the batch did not come from `staged`, or a clock is given.
         """
         if not self.indexes:
             raise ValueError(
@@ -330,35 +331,35 @@ class EmbeddingCollection(Tables):
         *,
         within: Sequence[Any] = (),
     ) -> Iterator[Batch]:
-        """Batches whose rows have come from host memory to the devices.
+        """Yields batches whose rows were copied from host memory to the devices.
 
         ::
 
             for dense, ids, clicks in model.embeddings.staged(batches, optimizer):
                 step(model, optimizer, dense, ids, clicks)
 
-        Rows that have to leave for them go back to the host after their last update. While
-        the devices work on a batch, the host prepares the next one, which is taken from
-        `batches` before. Use a batch before you take the next one: later it may read NaN, as
-        its rows may have left.
+        Rows that must make room for them are copied back to the host after their last update.
+        While the devices process a batch, the host prepares the next one, which it has already
+        taken from `batches`. Use a batch before you request the next one: later it may read NaN,
+        as its rows may have been replaced.
 
-        New ids of dynamic tables in host memory get their rows here, if there is an optimizer,
-        once the step of the batch before has begun.
+        If there is an optimizer, new ids of dynamic tables in host memory are assigned rows here,
+        after the step of the previous batch has started.
 
-        On a CPU losses have the same bits as those of tables that are on the devices, see
+        On a CPU, losses are bitwise equal to those of tables on the devices, see
         docs/host_tables.md.
 
         Args:
-          batches: ids of all features; or a batch that `pack` made; or a tuple, list or
-            dictionary that has one of these somewhere. Ids are arrays of the host.
-          optimizer: the optimizer that trains the model on these batches. Without it rows are
-            only read.
-          within: the path of this collection in the model, if the model has several collections
-            with dynamic tables of one width.
+          batches: ids of all features; or batches made by `pack`; or tuples, lists or dictionaries
+              that contain one of these. Ids are NumPy arrays.
+          optimizer: optimizer that trains the model on these batches. Without it, rows are only
+              read.
+          within: path of this collection in the model, needed if several collections have dynamic
+              tables of equal width.
 
         Raises:
-          ValueError: a batch has no ids of this collection; it has ids of more rows than
-            there is room for on the devices; the model is a copy of another one.
+          ValueError: a batch has no ids of this collection; its rows do not fit on the devices; or
+              the model is a copy of another one.
         """
         stores = self.stores(within)
         if not any(store.stages for store in stores):
@@ -382,17 +383,17 @@ class EmbeddingCollection(Tables):
         wire_dtype: jax.typing.DTypeLike | None = None,
         exchange_room: float | None = None,
     ) -> None:
-        """Sets the room of the exchange, as `fit` does, which has seen the ids.
+        """Sets the capacity of the exchange from statistics of the ids, as `fit` does.
 
-        Arguments of an earlier call are forgotten.
+        Each call replaces the arguments of earlier calls.
 
         Args:
-          distinct: average number of different rows of each table that the examples of a device
-            read; by default that of the plan.
-          wire_dtype: dtype in which sums and gradients cross between devices; by default the
-            one that the collection was made with.
-          exchange_room: places for ids between each pair of devices, as a multiple of an even
-            share; by default the number that the collection was made with.
+          distinct: average number of distinct rows of each table that the examples of a device
+              read; by default the number in the plan.
+          wire_dtype: dtype in which sums and gradients are sent between devices; by default the
+              dtype given to the collection.
+          exchange_room: capacity for ids between each pair of devices, as a multiple of an even
+              share; by default the number given to the collection.
         """
         self.settings = self.given.replaced(
             distinct=distinct, wire_dtype=wire_dtype, exchange_room=exchange_room
@@ -400,11 +401,11 @@ class EmbeddingCollection(Tables):
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that `concat` gives for an example."""
+        """Width of the result of `concat`."""
         return sum(stack.dim * stack.bags for stack in self.stacks)
 
     def _features(self) -> list[tuple[Stack, list[StackedFeature]]]:
-        """All features with their stacks, in the order in which they were given.
+        """All features with their stacks, in their original order.
 
         A feature has a part for each piece of its table.
         """
@@ -433,7 +434,7 @@ class EmbeddingCollection(Tables):
         dtype: jax.typing.DTypeLike | None = None,
         after: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """`[batch, bags, dim]` of each stack; see `look_up`."""
+        """Looks up the rows of each stack, `[batch, bags, dim]`; see `look_up`."""
         if isinstance(ids, feature_batch.CandidateBatch):
             both = (ids.requests, ids.candidates)
             parts = (self._rows(each, blank=blank, dtype=dtype) for each in both)
@@ -448,20 +449,23 @@ class EmbeddingCollection(Tables):
         }
         crowded = [each.crowded for each in found.values() if each.crowded is not None]
         if crowded:
-            # In a program that Flax does not know, such as jax.jit, state cannot change.
+            # In a transformation other than Flax's, such as jax.jit, the counter cannot be
+            # updated.
             with contextlib.suppress(errors.TraceContextError):
                 self.overflows[...] += sum(flag.astype(jnp.int32) for flag in crowded)
         return {name: each.rows for name, each in found.items()}
 
 
 def _of_candidates(requests: jax.Array, candidates: jax.Array) -> jax.Array:
-    """The bags of candidates, with those of their requests. A bag is zero in one of the two."""
+    """Combines the bags of candidates with those of their requests; a bag is zero in one of the
+    two.
+    """
     of_request = candidates.reshape(len(requests), -1, *requests.shape[1:])
     return (requests[:, None] + of_request).reshape(candidates.shape)
 
 
 def collections_of(model: Any) -> dict[Path, EmbeddingCollection]:
-    """The collections of a model, by their paths."""
+    """The collections of a model, by their paths in it."""
     return {
         tuple(path): node
         for path, node in nnx.iter_graph(model)
@@ -470,12 +474,12 @@ def collections_of(model: Any) -> dict[Path, EmbeddingCollection]:
 
 
 def _must_be_joined(parts: Sequence[StackedFeature]) -> bool:
-    """Whether its numbers do not lie behind each other: a sequence of pieces of rows."""
+    """Whether its vectors are not contiguous: it is a sequence of rows cut into pieces."""
     return len(parts) > 1 and parts[0].config.length is not None
 
 
 def _whole(rows: jax.Array, parts: Sequence[StackedFeature]) -> jax.Array:
-    """The rows of a feature for a batch, from `[batch, bags, dim]` of its stack."""
+    """The vectors of a feature for a batch, from `[batch, bags, dim]` of its stack."""
     pieces = [rows[:, part.bag_range] for part in parts]
     whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=2)
     return whole if parts[0].config.length else whole[:, 0]
@@ -483,11 +487,11 @@ def _whole(rows: jax.Array, parts: Sequence[StackedFeature]) -> jax.Array:
 
 @jax.custom_vjp
 def _with_first(rows: jax.Array, first: jax.Array) -> jax.Array:
-    """`rows`, whose first bag becomes `first`."""
+    """`rows` in which the first bag is replaced by `first`."""
     return rows.at[:, 0].set(first)
 
 
-# The first bag has no ids, so nothing reads its gradient, and it need not be zero.
+# The first bag has no ids, so its gradient is never read and need not be set to zero.
 _with_first.defvjp(
     lambda rows, first: (_with_first(rows, first), None),
     lambda _, slope: (slope, slope[:, 0]),

@@ -22,24 +22,25 @@ Outside = Literal["error", "drop"]
 Longer = Literal["error", "last"]
 Evict = Literal["lru", "lfu"]
 Unknown = Literal["init", "zeros"]
-# A count of a sketch has 8 bits.
+# A counter of the sketch has 8 bits.
 MOST_COUNTED = 255
 Initializer = Callable[..., jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class TableConfig:
-    """A table of embeddings: a row of `dim` numbers for each id.
+    """An embedding table: a row of `dim` numbers for each id.
 
     >>> TableConfig(1_000_000, 16, placement="rows").dtype
     dtype('float32')
 
     Attributes:
-      num_rows: ids are `0 .. num_rows - 1`.
-      dim: numbers in a row.
-      init: function that makes a row: `init(key, (1, dim), dtype)`, with a key for each row.
-        Its scale must not depend on the number of rows, as the scale of `glorot_uniform` does.
-        By default numbers are uniform between `-1 / sqrt(num_rows)` and `1 / sqrt(num_rows)`.
+      num_rows: number of rows; ids are `0 .. num_rows - 1`.
+      dim: number of numbers in a row.
+      init: function that initializes a row: `init(key, (1, dim), dtype)`, with a separate key for
+          each row. Its scale must not depend on the number of rows, as that of `glorot_uniform`
+          does. By default numbers are uniform between `-1 / sqrt(num_rows)` and `1 /
+          sqrt(num_rows)`.
       dtype: dtype of the numbers.
       placement: how the table is placed on a mesh: "rows" divides its rows over "model",
         "table" puts all of them on one device, "columns" cuts its width into pieces, each on
@@ -47,14 +48,14 @@ class TableConfig:
         `EmbeddingCollection` decides.
       pieces: number of pieces into which the placement "columns" cuts the width. A rule that
         keeps one number for each row keeps one for each piece of it.
-      rule: how its rows are trained; by default the rule of the `Optimizer`.
-      host: whether the rows are in host memory. The devices then have some of them at a time,
-        see docs/host_tables.md.
-      device_rows: with `host`, the number of rows on the devices: at least as many as a batch
-        has different ids. By default a fifth of all.
-      host_path: with `host`, a folder, best on a local disk. The rows are in files there, which
-        the system keeps in memory as far as there is room. The files have no names, and vanish
-        with the model.
+      rule: optimizer rule for its rows; by default the rule of the `Optimizer`.
+      host: whether the rows are in host memory. The devices then hold only some rows at a time,
+          see docs/host_tables.md.
+      device_rows: with `host`, the number of rows on the devices, which must be at least the
+          number of distinct ids in a batch. By default a fifth of all rows.
+      host_path: with `host`, a folder for files with the rows, preferably on a local disk. The
+          system caches them in memory as far as there is room. The files have no names, and are
+          removed with the model.
     """
 
     num_rows: int
@@ -68,7 +69,7 @@ class TableConfig:
     host: bool = False
     device_rows: int | None = None
     host_path: str | os.PathLike[str] | None = None
-    # Whether ids are numbers of 64 bits, which get a row when they are seen.
+    # Whether ids are 64-bit numbers, which get a row when they are first seen.
     wide_ids: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -124,26 +125,28 @@ class TableConfig:
 
     @property
     def store(self) -> str:
-        """The kind of store that has its rows, see `sparsejax.embeddings.stores`."""
+        """Name of the kind of store for its rows, see `sparsejax.embeddings.stores`."""
         return "host" if self.host else "static"
 
     @property
     def index_bytes(self) -> int:
-        """Bytes for each row, beside its numbers and state; 0 unless it is dynamic."""
+        """Bytes of the index for each row, besides its numbers and state; 0 unless it is
+        dynamic.
+        """
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Admit:
-    """Which new ids of a dynamic table get a row: just one of the two.
+    """Conditions for giving a new id of a dynamic table a row. Set exactly one.
 
     >>> Admit(count=3)
     Admit(count=3, probability=None)
 
     Attributes:
-      count: ids that have been seen this often, up to 255. How often is counted in little
-        memory, so a few ids get their row sooner, see docs/dynamic_tables.md.
-      probability: probability with which an id gets a row, each time that a batch has it.
+      count: number of times, up to 255, that an id must be seen. The counts are approximate to
+          save memory, so some ids get a row sooner, see docs/dynamic_tables.md.
+      probability: probability that an id gets a row each time that it is in a batch.
     """
 
     count: int | None = None
@@ -176,27 +179,27 @@ class DynamicTableConfig(TableConfig):
     >>> DynamicTableConfig(1_000_000, 16, evict="lfu", admit=Admit(count=2)).num_rows
     1000192
 
-    `EmbeddingCollection.assign_rows` gives the ids of a batch their rows. See
+    `EmbeddingCollection.assign_rows` assigns rows to the ids of a batch. See
     docs/dynamic_tables.md.
 
     Attributes:
-      num_rows: largest number of ids that have a row. It is rounded up to a multiple of 256, as
-        rows are divided into 256 parts by a hash of the id. With `host_rows`, pass the number
-        of rows on the devices here: it becomes `device_rows`, and the attribute `num_rows` is
-        then the number of all rows.
+      num_rows: largest number of ids with a row. It is rounded up to a multiple of 256, as rows
+          are divided into 256 parts by a hash of the id. With `host_rows`, pass the number of rows
+          on the devices here: it becomes `device_rows`, and the attribute `num_rows` is then the
+          number of all rows.
       dim: numbers in a row.
-      init: function that makes a row: `init(key, (1, dim), dtype)`. The first row of an id
-        depends on this function, the seed, the table and the id alone.
-      evict: which ids lose their row when a part has none left for new ones: "lru" the ids that
-        were not seen for the longest time, "lfu" the ids seen least often. With None no id
-        loses its row, unless `time_to_live` has passed; new ids then get none. A `RowNumber` is
-        a policy of your own.
-      time_to_live: age after which ids lose their row first, counted from when they were last
-        seen. Its unit is that of the clock of `assign_rows`: steps, if no clock is given.
-      admit: which new ids get a row; by default all.
-      host_rows: largest number of ids that have a row, if the rows are in host memory. The
-        devices have `num_rows` of them at a time, at least as many as a batch has different
-        ids. See docs/host_tables.md.
+      init: function that initializes a row: `init(key, (1, dim), dtype)`. The initial row of an id
+          depends only on this function, the seed, the table and the id.
+      evict: policy for the ids that lose their row when a part has no free row for a new id: "lru"
+          for ids not seen for the longest time, "lfu" for ids seen least often. With None, ids
+          lose their row only after `time_to_live`, and new ids may get none. A `RowNumber` is a
+          custom policy.
+      time_to_live: time since an id was last seen after which it loses its row first, in units of
+          the clock of `assign_rows`: steps, if no clock is given.
+      admit: condition for giving new ids a row; by default all get one.
+      host_rows: largest number of ids with a row, if the rows are in host memory. The devices hold
+          `num_rows` of them at a time, which must be at least the number of distinct ids in a
+          batch. See docs/host_tables.md.
       host_path: with `host_rows`, a folder for the files of the rows, as in `TableConfig`.
     """
 
@@ -233,7 +236,7 @@ class DynamicTableConfig(TableConfig):
             object.__setattr__(self, "host_rows", rows)
 
     def _take_host_rows(self) -> None:
-        """Says in the words of `TableConfig` where the rows lie."""
+        """Converts `num_rows` and `host_rows` to the fields of `TableConfig`."""
         rows, here = self.host_rows, self.num_rows
         if rows is None:
             if self.host or self.device_rows is not None or self.host_path is not None:
@@ -245,7 +248,7 @@ class DynamicTableConfig(TableConfig):
                 )
             return
         if self.host and self.device_rows is not None and rows == here:
-            return  # a copy of one that was made
+            return  # a copy of an existing configuration
         if self.host or self.device_rows is not None:
             raise ValueError(
                 "host and device_rows are for a TableConfig: beside host_rows leave them out, "
@@ -264,13 +267,13 @@ class DynamicTableConfig(TableConfig):
 
     @property
     def store(self) -> str:
-        """The kind of store that has its rows."""
+        """Name of the kind of store for its rows."""
         return "dynamic_host" if self.host else "dynamic"
 
     @property
     def index_bytes(self) -> int:
-        """Bytes for each row, beside its numbers and state."""
-        # A key, a flag, a place in the free list, two slots with tags, `last` and `count`.
+        """Bytes of the index for each row, besides its numbers and state."""
+        # Key, flag, position in the free list, two slots with tags, `last` and `count`.
         index = 8 + 1 + 4 + 2 * (4 + 1) + 4 + 4
         index += 4 if isinstance(self.evict, RowNumber) else 0
         return index + (16 if self.admit and self.admit.count else 0)
@@ -278,22 +281,22 @@ class DynamicTableConfig(TableConfig):
 
 @dataclasses.dataclass(frozen=True)
 class FeatureConfig:
-    """A feature: ids of each example, and what is made of their rows.
+    """A feature: ids of each example, and how the rows of these ids are combined.
 
     >>> FeatureConfig("item", combiner=None, length=20).bags
     20
 
     Attributes:
-      table: name of the table with its rows. Features can share a table.
+      table: name of the table that it reads. Several features can share a table.
       combiner: how the rows of an example are combined: "sum", "mean" or "sqrtn", as in
-        `sparsejax.gather_matmul`. With None the rows stay apart, in the order of the ids. "sum"
-        is also the default of TorchRec; Keras and SparseOperationKit take "mean".
-      length: with the combiner None, the largest number of ids in an example.
-      outside: reaction to an id that the table does not have: "error" or "drop". Where ids are
-        traced or on a device, an error is a row of NaN.
-      longer: with the combiner None, reaction to a list of more than `length` ids: "error", or
-        "last", which reads the last `length` ids. In an array, -1 behind the last id of a row
-        is no part of its list.
+          `sparsejax.gather_matmul`. With None the rows are kept separate, in the order of the ids.
+          "sum" is also the default of TorchRec; Keras and SparseOperationKit use "mean".
+      length: with combiner None, the largest number of ids in an example.
+      outside: reaction to an id outside the table: "error" or "drop". If ids are traced or on a
+          device, an error becomes a row of NaN.
+      longer: with combiner None, reaction to a list of more than `length` ids: "error", or "last",
+          which reads only the last `length` ids. In an array, -1 after the last id of a row is
+          padding.
     """
 
     table: str
@@ -327,17 +330,17 @@ class FeatureConfig:
 
     @functools.cached_property
     def bags(self) -> int:
-        """How many rows of numbers an example gets: `length`, or 1."""
+        """Number of vectors for each example: `length`, or 1."""
         return 1 if self.length is None else self.length
 
 
 def feature_configs(
     features: Mapping[str, str | FeatureConfig], tables: Mapping[str, TableConfig]
 ) -> dict[str, FeatureConfig]:
-    """The configuration of each feature, which may be given as the name of its table.
+    """The configuration of each feature; a table name is converted to `FeatureConfig(table)`.
 
     Raises:
-      ValueError: there is no such table.
+      ValueError: a feature names an unknown table.
     """
     configs = {
         name: FeatureConfig(f) if isinstance(f, str) else f
@@ -353,14 +356,16 @@ def feature_configs(
 
 
 def check_placement(placement: str) -> None:
-    """Raises ValueError if there is no such placement."""
+    """Raises ValueError if the placement is unknown."""
     if placement not in get_args(Placement):
         known = ", ".join(map(repr, get_args(Placement)))
         raise ValueError(f"placement is one of {known}, got {placement!r}")
 
 
 def check_floating(what: str, dtype: jax.typing.DTypeLike) -> None:
-    """Raises TypeError unless arithmetic takes a dtype: floats of 8 bits are for exports."""
+    """Raises TypeError unless a dtype is floating with at least 16 bits: 8-bit floats are for
+    exports only.
+    """
     kind = jnp.dtype(dtype)
     if not (jnp.issubdtype(kind, jnp.floating) and kind.itemsize > 1):
         raise TypeError(f"{what} must be floating, of 16 bits or more, got {kind}")

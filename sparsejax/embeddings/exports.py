@@ -1,9 +1,9 @@
-"""Exports of what has changed in tables.
+"""Finds and writes changes of tables.
 
-What a folder of changes has of each row is kept as a hash of 64 bits beside the row. So an export
-finds what differs from the folder, whatever changed it: a step, a flush, a loaded file, or a
-training that goes on from an older checkpoint. A hash that is the same by chance (once in 2^64)
-would leave out a change.
+For each row, a hash of 64 bits states what the folder of changes contains. So an export finds all
+differences from the folder, whether they come from a step, a flush, a loaded file, or training
+from an older checkpoint. If two hashes were equal by chance (once in 2^64), a change would be
+missed.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.whole_files import check_path
 from sparsejax.wide_ids import WideIds, joined
 
-# Changes since the last base have at most so many times the rows of the tables; behind them
-# comes a new base.
+# After a base, changes may contain this many times the number of table rows; then a new base is
+# written.
 _MOST_CHANGES = 4
-# Bytes of copied rows that wait on the device for the thread that writes them.
+# Bytes of copied rows on the device that wait for the writing thread.
 _HELD = 2**30
-# Rows in host memory that are compared together.
+# Number of rows in host memory that are compared at a time.
 _COMPARED = 2**16
 
 
 class Part(NamedTuple):
-    """A stack of a model.
+    """A stack of a model, to export.
 
     Attributes:
-      prefix: path of its collection, with which the names of its tables begin.
-      store: its rows.
+      prefix: path of its collection, a prefix of its table names.
+      store: store of its rows.
     """
 
     prefix: str
@@ -65,11 +65,11 @@ class Part(NamedTuple):
 
 
 class _OnHost(NamedTuple):
-    """The state of each row of a stack in the folder, as far as columns are in host memory.
+    """The content of the folder for rows of a stack whose columns are in host memory.
 
     Attributes:
-      hashes: `[rows, 2]` of what it has.
-      touched: rows that may differ from it.
+      hashes: `[rows, 2]` hashes of the content.
+      touched: marks of rows that may differ from it.
     """
 
     hashes: np.ndarray
@@ -77,7 +77,7 @@ class _OnHost(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """The contents of the folder for each row of a stack.
+    """The content of the folder for each row of a stack.
 
     Attributes:
       hashes: hashes of the row's columns on the devices, as the folder has them.

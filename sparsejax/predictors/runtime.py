@@ -84,8 +84,8 @@ class Programs:
           Each is compiled for several capacities for entries.
       weights: first argument of the programs, on the device.
       code: exported StableHLO of the programs.
-      only: the same programs with other last inputs: the only items to rank, in place of excluded
-          items. None if the output layer is part of the programs.
+      only: variants of the programs whose last input is the only items to rank, in place of
+          excluded items. None if the output layer is part of the programs.
       denies: whether the last weight is a mask for `deny`. The arrays of int8 items, if there are
           any, come before it, see `coarse_items`.
       signature: signature of the predictor; None if the programs do not belong to its file.

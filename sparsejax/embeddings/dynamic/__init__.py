@@ -1,6 +1,7 @@
-"""Dynamic tables: 64-bit ids get a row when they are first seen, and may lose it again.
+"""Dynamic tables: 64-bit ids are assigned a row when first seen, and may be evicted later.
 
-Once ids have rows, such a table is a stack like any other. Here are the way from ids to rows
-(`assignment`), who loses a row (`eviction`), who gets none yet (`admission`), what ids without a
-row read (`vectors`), and files (`files`). All is a function of the seed and the batches alone.
+Once ids have rows, such a table is a stack like any other. This package contains the assignment of
+rows (`assignment`), eviction (`eviction`), admission of new ids (`admission`), vectors of ids
+without a row (`vectors`), and files (`files`). All results depend only on the seed and the
+batches.
 """

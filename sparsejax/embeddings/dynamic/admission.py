@@ -1,10 +1,10 @@
-"""Which new ids get a row.
+"""Admission: which new ids get a row.
 
-How often an id without a row was seen is kept in a count-min sketch: 4 counters of 8 bits for each
-id, each shared with other ids of its part, of which the smallest is the estimate. Only counters
-that are below the new estimate are raised to it. So an estimate is never too small. It is too
-large if all 4 counters are shared with ids that were seen more often: with `m` ids and `w`
-counters in each of the 4 rows of a part, the share of such ids is at most `(1 - exp(-m / w))^4`.
+A count-min sketch stores how often each id without a row was seen: 4 counters of 8 bits for each
+id, shared with other ids of its part. The estimate is the smallest of them. Only counters below
+the new estimate are raised to it, so an estimate is never too small. It is too large if all 4
+counters are shared with more frequent ids. With `m` ids and `w` counters in each of the 4 rows of
+a part, the share of such ids is at most `(1 - exp(-m / w))^4`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from sparsejax.ops.hash_index import PARTS, Distinct, TableKeys
 _DEPTH = 4
 # Counters in each row of the sketch, for each row of the tables.
 _WIDTH = 4
-# Seeds of hashes, other than those of the index.
+# Seeds of hash functions, different from those of the index.
 _FIRST, _STEP, _DRAW, _AGAIN = 3, 4, 5, 6
 
 
 def empty(configs: Sequence[DynamicTableConfig]) -> UInt8[Array, "parts depth width"]:
-    """A sketch without ids, for the tables that count."""
+    """An empty sketch for tables that count ids."""
     rows = sum(c.num_rows for c in configs if c.admit and c.admit.count)
-    width = max(1, _WIDTH * rows // PARTS)  # an empty array would lie on every device
+    width = max(1, _WIDTH * rows // PARTS)  # an empty array would be replicated
     return jnp.zeros((PARTS, _DEPTH, width), jnp.uint8)
 
 
 def halved(sketch: UInt8[Array, "parts depth width"]) -> jax.Array:
-    """All counts halved, so that what was seen long ago counts less."""
+    """Halves all counts, so that old observations count less."""
     return sketch // 2
 
 
@@ -52,12 +52,12 @@ def admit(
 
     Args:
       configs: configurations of the tables.
-      sketch: counters of the parts that this device has.
+      sketch: counters of the parts on this device.
       of: ids without a row.
-      counts: how often each id occurs.
+      counts: number of occurrences of each id.
       seed: two words of 32 bits.
-      now: the clock.
-      first_part: the number of the first of these parts.
+      now: current time of the clock.
+      first_part: number of the first part on this device.
     """
     admitted = jnp.ones(len(counts), bool)
     thresholds = [c.admit.count or 0 if c.admit else 0 for c in configs]
@@ -71,9 +71,9 @@ def admit(
         column = (one + row.astype(jnp.uint32) * two) % np.uint32(width)
         column = column.astype(jnp.int32)
         part = jnp.where(counting, of.part - first_part, 0)
-        # By axes: int32 cannot number the counters of all parts of a large table.
+        # Indexed by three axes: int32 cannot number all counters of a large table.
         seen = jnp.min(sketch[part[:, None], row, column], axis=1).astype(jnp.int32)
-        counts = jnp.minimum(counts, MOST_COUNTED)  # their sum might not fit
+        counts = jnp.minimum(counts, MOST_COUNTED)  # prevents an overflow of their sum
         seen = jnp.minimum(seen + counts, MOST_COUNTED)
         part = jnp.where(counting, part, len(sketch))
         raised = jnp.broadcast_to(seen[:, None].astype(jnp.uint8), column.shape)

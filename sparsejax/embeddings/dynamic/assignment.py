@@ -1,8 +1,8 @@
-"""From the ids of a batch to rows: ids that have one are found, new ones get one.
+"""Assigns rows to the ids of a batch: finds known ids, and gives new ids a row.
 
-On a mesh every device has all ids, and works on those of its own parts. So ids that are not its
-own cost it a hash each, and no row is exchanged but its number. Of ids that were sent to the
-owners of their rows, a device has its own ones, each once from each device.
+On a mesh every device has all ids, and processes those of its own parts. Other ids cost it only a
+hash each, and only row numbers are exchanged. If ids were sent to the owners of their rows, a
+device has only its own ids, once from each sender.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from sparsejax.optimizers.optimizer import first_state
 from sparsejax.optimizers.rules import Rule
 from sparsejax.sparse import CSR, MAX_ENTRIES, sums_so_far
 
-# Programs for fewer new ids than the batch has ids: for none, for a 64th and for an 8th of them.
-# Small batches have one for all.
+# Separate code for few new ids: for none, and for up to a 64th and an 8th of the ids of a batch.
+# Small batches use a single one.
 _TIERS = 64, 8
 _LEAST_FOR_TIERS = 4096
 _TURNS = 64
 
 
 class Trained(NamedTuple):
-    """A kernel with what an optimizer keeps of its rows.
+    """A kernel with the optimizer state of its rows.
 
     Attributes:
       w: `[rows, dim]`.
@@ -70,17 +70,17 @@ class Trained(NamedTuple):
     arrays: dict[str, jax.Array]
 
 
-# The rows that assigning begins: `Trained`. See `Number` for rows that begin later.
+# The rows that assignment initializes, a `Trained`. For rows initialized later see `Number`.
 _Carry = Any
 
 
 class Moment(NamedTuple):
-    """Numbers of a step, equal on each device.
+    """Numbers of a step, equal on all devices.
 
     Attributes:
-      seed: two words of 32 bits.
-      now: the clock.
-      step: number of steps that the optimizer has done.
+      seed: seed, two 32-bit words.
+      now: current time of the clock.
+      step: number of steps done by the optimizer.
     """
 
     seed: jax.Array
@@ -89,7 +89,7 @@ class Moment(NamedTuple):
 
 
 class _New(NamedTuple):
-    """New ids that got a row: the first `count` ones."""
+    """New ids that got a row: the first `count` of the arrays."""
 
     rows: Int[Array, "ids"]
     keys: TableKeys
@@ -97,14 +97,14 @@ class _New(NamedTuple):
 
 
 class _Got(NamedTuple):
-    """Distinct ids that asked for a row.
+    """Distinct ids that requested a row.
 
     Attributes:
-      rows: row of each of them.
-      got: which of them got it now.
-      of: these ids in their order.
-      missing: which ids of the batch asked.
-      at: place of each id of the batch among those that asked.
+      rows: row number of each of them.
+      got: bool: whether the id got its row now.
+      of: the distinct ids, in their sorted order.
+      missing: bool for each id of the batch: whether it requested a row.
+      at: index of each id of the batch among the distinct ids.
     """
 
     rows: Int[Array, "some"]
@@ -116,13 +116,13 @@ class _Got(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Assign:
-    """Gives the ids of a batch their rows.
+    """Assigns rows to the ids of a batch.
 
     Attributes:
       stack: stack of dynamic tables.
       rule: rule that trains the rows.
-      keeps_seen: whether rows last seen at this very moment stay, as earlier batches of this
-        step may have seen them.
+      keeps_seen: whether rows last seen at the current time are kept, as earlier batches of this
+          step may use them.
     """
 
     stack: Stack
@@ -132,7 +132,9 @@ class Assign:
     def __call__(
         self, state: State, trained: _Carry, x: CSR, keys: TableKeys, moment: Moment
     ) -> tuple[State, _Carry, Int[Array, "ids"]]:
-        """The state and rows after it, and the column of each id; see `_given`."""
+        """Assigns rows; returns the new state and rows, and the column of each id; see
+        `_given`.
+        """
         times = _wanted(x).astype(jnp.int32)
         if x.nse == 0:
             return state, self._none_new(trained, times), jnp.asarray(x.indices)
@@ -154,21 +156,22 @@ class Assign:
         )
         return state, trained, _columns(x, rows)
 
-    # `Number` overrides these for rows of host memory, which begin after they have come.
+    # `Number` overrides these for rows in host memory, which are initialized after they were
+    # copied.
 
     new_spec: ClassVar[P] = P("model")
 
     def _none_new(self, trained: _Carry, times: Int[Array, "ids"]) -> _Carry:
-        """No id got a row now."""
+        """The result if no id gets a new row."""
         del times
         return trained
 
     def _of_all(self, trained: _Carry) -> _Carry:
-        """Within: the rows on all devices."""
+        """The rows of all devices; called inside `shard_map`."""
         return trained
 
     def _new(self, trained: _Carry, new: _Got, moment: Moment) -> _Carry:
-        """The rows, of which new ones have begun."""
+        """Initializes new rows."""
         size = len(new.rows)
         at = jnp.where(new.got, sums_so_far(new.got) - 1, size)
         begun = _New(
@@ -181,12 +184,12 @@ class Assign:
     def at_owners(
         self, state: State, trained: Trained, sent: SentKeys, moment: Moment
     ) -> tuple[State, Trained, SentKeys]:
-        """The same for ids that were sent: each device looks at those of its own parts."""
+        """Assigns rows to ids that were sent: each device processes the ids of its own parts."""
 
         def part(state, trained, keys, times, moment):
             keys, times = own_block((keys, times))
             size, first = len(times), _first_part(state.index)
-            # "data" repeats the parts, which change in the same way everywhere.
+            # The parts are replicated over "data", and change in the same way on each copy.
             keys, times = gather_over_data((keys, times))
             state, trained, rows = self._given(
                 state, trained, keys, times, moment, first
@@ -212,14 +215,14 @@ class Assign:
         new: Bool[Array, "ids"],
         moment: Moment,
     ) -> Trained:
-        """Gives rows that have come from host memory their first vector and state.
+        """Initializes the vector and state of new rows that were copied from host memory.
 
         Args:
           trained: rows and optimizer state on the devices.
           slots: slot of each id's row.
           keys: keys of the ids.
-          new: which ids have rows to begin: true for one id of each new row.
-          moment: numbers of the step.
+          new: bool: True for one id of each row to initialize.
+          moment: time and step.
         """
 
         def part(trained, slots, keys, new, moment):
@@ -247,14 +250,14 @@ class Assign:
         moment: Moment,
         first_part: int | jax.Array,
     ) -> tuple[State, _Carry, Int[Array, "ids"]]:
-        """The row of each id of some parts, which are numbered from their first one on.
+        """Assigns rows to ids of some parts. Row numbers are relative to the first of these parts.
 
-        `times` says how often the batch has each id, which may be there several times; not
-        above 0 stands for no id.
+        `times` is the number of occurrences of each id in the batch, in which an id may be
+        repeated; an entry with 0 or less stands for no id.
 
         Returns:
-          The state; the trained rows, of which new ones have begun, or the result of `_new`; and
-          the row of each id.
+          The state; the trained rows after initialization, or the result of `_new`; and the row of
+          each id.
         """
         layout, parts = layout_of(self.stack), len(state.index.used)
         wanted = times > 0
@@ -262,8 +265,8 @@ class Assign:
         part = hash_index.part_of(keys) - first_part
         wanted &= (part >= 0) & (part < parts)
         missing = wanted & (found < 0)
-        # Rows that are found stay, so nothing else waits for what is counted of them: it can be
-        # done while rows cross. But a number that fades does so with what this batch has added.
+        # Existing rows keep their numbers, so counting can run while rows are exchanged. Only a
+        # number that fades must include the counts of this batch first.
         kept = numbers_of(self.stack)
         fades = any(number.fades for number in policies_of(self.stack))
         known = found
@@ -304,10 +307,10 @@ class Assign:
         times: Int[Array, "ids"],
         moment: Moment,
     ) -> tuple[State, Int[Array, "ids"], _Got]:
-        """Rows for up to `size` ids that have none.
+        """Assigns rows to up to `size` ids that have none.
 
         Returns:
-          The state; the row of each id; and the new rows.
+          The state; the row of each id; and the newly assigned rows.
         """
         stack, layout = self.stack, layout_of(self.stack)
         configs, ids = configs_of(stack), len(found)
@@ -355,7 +358,7 @@ class Assign:
         state = counted(state, REFUSED, refused)
         inserted = _per_table(state, part, table, got)
         state = counted(state, INSERTED, inserted)
-        # From the keys in their order back to the ids of the batch.
+        # Maps results from the sorted keys back to the ids of the batch.
         of_few = (
             jnp.zeros(size, jnp.int32)
             .at[of.place]
@@ -366,7 +369,7 @@ class Assign:
         return state, back, _Got(rows, got, of, missing, at)
 
     def _begun(self, trained: Trained, new: _New, moment: Moment) -> Trained:
-        """New rows with their first vector, and the state of an optimizer that begins."""
+        """New rows with their initial vector, and the initial state of the optimizer."""
         size = len(new.rows)
         block = min(vectors.BLOCK, size)
         if block == 0:
@@ -397,10 +400,11 @@ class Assign:
 
 
 class Number(Assign):
-    """Gives ids rows of host memory, which have to come before they `begin`.
+    """Assigns rows in host memory, which `begin` initializes after they were copied to the
+    devices.
 
-    Its call takes None in place of the trained rows, and returns which ids got their row now:
-    `[ids]` bool, true once for each row.
+    A call takes None in place of the trained rows, and returns which ids got a new row: `[ids]`
+    bool, True once for each row.
     """
 
     new_spec = P()
@@ -426,7 +430,7 @@ begin = jax.jit(Assign.begin, static_argnums=0, donate_argnums=1)
 def written(
     trained: Trained, rows: Int[Array, "some"], w: jax.Array, arrays: dict[str, Any]
 ) -> Trained:
-    """Some rows replaced; those outside are left out. No row is there twice."""
+    """Replaces some rows. Row numbers out of range are ignored; none may be repeated."""
 
     def put(array, values):
         values = values.astype(array.dtype)
@@ -444,7 +448,7 @@ def find(
     *,
     implementation: Implementation = None,
 ) -> Int[Array, "ids"]:
-    """The column of each id; nothing changes."""
+    """The column of each id, without assigning rows."""
     layout = layout_of(stack)
     if x.nse == 0:
         return jnp.asarray(x.indices)
@@ -463,7 +467,7 @@ def find(
 def find_at_owners(
     stack: Stack, index: Index, sent: SentKeys, *, implementation: Implementation = None
 ) -> SentKeys:
-    """`find` for ids that were sent."""
+    """`find` for ids that were sent to the owners of their rows."""
 
     def part(index, keys, times):
         keys, times = own_block((keys, times))
@@ -488,25 +492,27 @@ def find_at_owners(
 
 
 def _wanted(x: CSR) -> Bool[Array, "ids"]:
-    """Which entries of a matrix ask for the row of their key."""
+    """Mask of the matrix entries whose keys need a row."""
     place = jnp.arange(x.nse, dtype=jnp.int32)
     return (place < jnp.asarray(x.indptr)[-1]) & (jnp.asarray(x.indices) >= 0)
 
 
 def _first_part(index: Index) -> int | jax.Array:
-    """Within: the number of the first part of this device."""
+    """The number of the first part on this device; called inside `shard_map`."""
     return own_place() * len(index.used)
 
 
 def _columns_of_owner(
     index: Index, rows: Int[Array, "slots"]
 ) -> Int[Array, "1 1 slots"]:
-    """Within: the columns of the slots of this device, `num_cols` of those without a row."""
+    """The columns of slots on this device, `num_cols` for slots without a row; inside
+    `shard_map`.
+    """
     return jnp.where(rows >= 0, rows, index.used.size)[None, None]
 
 
 def _columns(x: CSR, rows: Int[Array, "ids"]) -> Int[Array, "ids"]:
-    """The columns of a matrix whose keys have these rows."""
+    """The columns of a matrix, given the rows of its keys."""
     rows = jnp.where(rows >= 0, rows, WITHOUT_ROW)
     return jnp.where(jnp.asarray(x.indices) == WRONG, WRONG, rows)
 
@@ -518,7 +524,7 @@ def _seen(
     times: Int[Array, "ids"],
     now: jax.Array,
 ) -> State:
-    # Otherwise XLA moves the reshapes into branches before and behind, and copies the arrays.
+    # Without the barrier, XLA moves reshapes across the branches, and copies the arrays.
     state = lax.optimization_barrier(state)
     after = {}
     for number in kept:
@@ -536,9 +542,9 @@ def _per_table(
     counts: Bool[Array, "ids"],
     values: Int[Array, "ids"] | None = None,
 ) -> Int[Array, "parts tables"]:
-    """How many ids of each part and table count, or the sum of their values."""
+    """For each part and table, the number of ids that count, or the sum of their values."""
     shape, size = state.index.num_free.shape, state.index.num_free.size
-    # Neighbours have counters of their own: a GPU adds to each one number after the other.
+    # Adjacent ids use different counters: a GPU executes additions to one counter one by one.
     turns = max(1, min(_TURNS, len(part) // size))
     turn = jnp.arange(len(part), dtype=jnp.int32) % turns
     at = jnp.where(counts, turn * size + part * shape[1] + table, turns * size)
@@ -549,5 +555,5 @@ def _per_table(
 
 
 def _put(size: int, at: Int[Array, "ids"], values: jax.Array) -> jax.Array:
-    """`[size]`: values at their places; others are zero."""
+    """`[size]`: zeros, with values at the given positions."""
     return jnp.zeros(size, values.dtype).at[at].set(values, mode="drop")

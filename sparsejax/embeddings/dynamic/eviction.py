@@ -1,4 +1,4 @@
-"""Which ids lose their rows, where a part has too few for new ones."""
+"""Eviction: which ids lose their rows when a part has too few free rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sparsejax.embeddings.row_numbers import ordered, policy
 from sparsejax.ops import hash_index
 from sparsejax.ops.hash_index import Layout
 
-# This part of the rows loses its ids at once, so that it need not be done at each step.
+# This share of the rows is freed at once, so that eviction is not needed in each step.
 _SHARE = 32
-_DIGIT = 4  # bits that are looked at together
+_DIGIT = 4  # number of bits that are examined together
 _DIGITS = 32 // _DIGIT
-_GROUP = 128  # rows whose numbers fit into counters of 8 bits
+_GROUP = 128  # number of rows whose counts fit into 8 bits
 
 
 def evict(
@@ -32,25 +32,25 @@ def evict(
     kept: Bool[Array, "parts rows"],
     now: jax.Array,
 ) -> State:
-    """Makes room in parts of tables that need more rows than are free.
+    """Frees rows in those parts of tables that need more rows than are free.
 
-    All rows whose time is over are freed. Then rows with the lowest (score, key) are freed,
-    until a 32nd of the part's rows is free, or as many as are needed, if that is more.
+    All rows whose `time_to_live` has passed are freed. Then rows with the lowest (score, key) are
+    freed, until a 32nd of the part's rows is free, or the needed number, if that is more.
 
     Args:
       configs: configurations of the tables.
       layout: layout of the index.
-      state: state of the parts that this device has.
-      needed: number of new ids that each part has of each table.
-      kept: which rows stay.
-      now: the clock.
+      state: state of the parts on this device.
+      needed: number of new ids in each part and table.
+      kept: bool: rows that must not be freed.
+      now: current time of the clock.
     """
     index, numbers = state.index, dict(state.numbers)
-    # Not `at[:, rows].set`: within a branch on several GPUs it ends XLA's compiler (0.12).
+    # `at[:, rows].set` inside a branch on several GPUs crashes XLA's compiler (0.12).
     gone = jnp.zeros_like(index.used)
     parts = len(gone)
     for first, tables in _alike(configs):
-        # The rows of a table in a part are what is looked at together.
+        # Rows of one table in one part are compared with each other.
         config, size = configs[first], layout.sizes[first]
         rows = slice(layout.firsts[first], layout.firsts[first] + tables * size)
 
@@ -63,7 +63,7 @@ def evict(
         last = of_tables(state.numbers["last"])
         expired = jnp.zeros_like(can)
         if config.time_to_live is not None:
-            # An age that does not fit into int32 fits into uint32.
+            # An age that overflows int32 fits into uint32.
             age = lax.bitcast_convert_type(now - last, jnp.uint32)
             most = np.uint32(min(config.time_to_live, 2**32 - 1))
             expired = can & (last < now) & (age > most)
@@ -91,7 +91,7 @@ def evict(
 
 
 def _alike(configs: Sequence[DynamicTableConfig]) -> list[tuple[int, int]]:
-    """Neighbours of one size and policy: the first table, and how many there are."""
+    """Adjacent tables with equal size and policy: for each group its first table and its size."""
     kinds = [(c.num_rows, c.evict, c.time_to_live) for c in configs]
     found, first = [], 0
     for _, members in itertools.groupby(kinds):
@@ -106,10 +106,11 @@ def _lowest(
     candidates: Bool[Array, "parts rows"],
     wanted: Int[Array, "parts"],
 ) -> Bool[Array, "parts rows"]:
-    """The `wanted` candidates of each part with the lowest words, the first word counting most.
+    """For each part, the `wanted` candidates with the lowest words; the first word is most
+    significant.
 
-    Each word in turn has a limit: candidates below it are taken, those at it are looked at
-    further by the next word, if not all of them are wanted. No two are alike in all words.
+    For each word a limit is found. Candidates below it are taken; those equal to it are compared
+    by the next word, unless all of them are wanted. No two candidates have equal words.
     """
     wanted = jnp.minimum(wanted, jnp.sum(candidates, axis=1, dtype=jnp.int32))
     left, tied, limits = wanted, candidates, []
@@ -121,7 +122,7 @@ def _lowest(
     taken = jnp.zeros_like(candidates)
     for digits, limit, all_at_it in reversed(limits):
         taken = (digits < limit) | (digits == limit) & (all_at_it | taken)
-    # Where nothing is wanted, the limit is the highest one.
+    # If nothing is wanted, the limit is the highest value.
     return taken & candidates & (wanted > 0)[:, None]
 
 
@@ -130,14 +131,15 @@ def _limit(
     tied: Bool[Array, "parts rows"],
     left: Int[Array, "parts"],
 ) -> tuple[UInt32[Array, "parts"], UInt32[Array, ""], Int[Array, "parts"]]:
-    """The highest digits of the last ones of each part that are wanted, `left` of those tied.
+    """The leading digits of the largest wanted word in each part, where `left` of the `tied` are
+    wanted.
 
-    From the highest digit on, until it is known in each part whether a word is wanted by the
-    digits seen. Each turn reads the word and `tied` once.
+    Digits are found from the highest on, until in each part they decide which words are wanted.
+    Each iteration reads the word and `tied` once.
 
     Returns:
-      The digits; how many bits below them were not looked at; and how many are still wanted
-      of those that have these very digits: none if all of them are.
+      The digits; the number of bits below them that were not examined; and how many of the words
+      with exactly these digits are still wanted: none if all of them are.
     """
 
     def goes_on(state):
@@ -155,13 +157,14 @@ def _limit(
             jnp.take_along_axis(ends, place[:, None], axis=1)[:, 0]
             for place in (last, last + 1)
         )
-        # If a part is done, all that begin with its digits are wanted.
+        # In a finished part, all words that begin with its digits are wanted.
         last = jnp.where(left > 0, last, 2**_DIGIT - 1).astype(jnp.uint32)
         left = jnp.where(at == left, 0, jnp.where(left > 0, left - below, 0))
         return i + 1, limit << _DIGIT | last, left
 
     more = (0, 0), (0, -word.shape[1] % _GROUP)
-    word, tied = jnp.pad(word, more), jnp.pad(tied, more)  # once, not in each turn
+    # padded once, not in each iteration
+    word, tied = jnp.pad(word, more), jnp.pad(tied, more)
     state = jnp.int32(0), jnp.zeros(len(word), jnp.uint32), left
     i, limit, left = lax.while_loop(goes_on, narrow, state)
     return limit, (32 - _DIGIT * i).astype(jnp.uint32), left
@@ -170,10 +173,12 @@ def _limit(
 def _counts(
     counts: Bool[Array, "parts rows"], digit: UInt32[Array, "parts rows"]
 ) -> Int[Array, "parts digits"]:
-    """How often each digit is among those that count; `rows` is a multiple of `_GROUP`.
+    """Number of occurrences of each digit where `counts` is true;
 
-    Four counters of 8 bits are summed in one word, so a GPU reads the rows once and sums four
-    words of each. 16 sums of single digits took five times as long.
+    `rows` is a multiple of `_GROUP`.
+
+    Four 8-bit counters are summed in one word, so that a GPU reads the rows once and makes four
+    sums. Sixteen separate sums took five times as long.
     """
     digit = digit.reshape(len(digit), -1, _GROUP)
     one = jnp.where(counts.reshape(digit.shape), jnp.uint32(1) << 8 * (digit & 3), 0)

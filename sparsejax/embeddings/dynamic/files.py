@@ -20,17 +20,17 @@ from sparsejax.mesh.layout import BY_ROWS, call_with_auto_axes, jit_sharded, rep
 from sparsejax.ops import index_edits
 from sparsejax.whole_files import check_writable, whole_file
 
-# In the metadata of the file's schema: the steps of the optimizer whose state it has.
+# Key in the metadata of the file's schema: steps of the optimizer whose state is in the file.
 _STEPS = b"sparsejax.steps"
-# Before the names of arrays of an optimizer.
+# Prefix of the names of optimizer arrays.
 STATE = "state."
 _ID_TYPES = pa.uint64(), pa.int64(), pa.int32()
-# Rows that are read or written at a time.
+# Number of rows that are read or written at a time.
 BLOCK = 65_536
 
 
 def is_number(column: str) -> bool:
-    """Whether a column has the numbers of a `RowNumber`, which lie in parts."""
+    """Whether a column belongs to a `RowNumber`, whose arrays are divided into parts."""
     return column != "row" and not column.startswith(STATE)
 
 
@@ -40,9 +40,9 @@ class Rows(NamedTuple):
     Attributes:
       ids: ids with a row, uint64, ascending.
       names: names of the columns.
-      steps: steps of the optimizer whose state is among the columns; None if it is not.
-      blocks: function that reads the columns, some rows at a time: the places of these rows
-        among `ids`, and an array for each column, `[rows]`, `[rows, 1]` or `[rows, dim]`.
+      steps: steps of the optimizer whose state is among the columns; None without state.
+      blocks: function that reads the columns in blocks of rows: it yields positions in `ids`, and
+          an array for each column, `[rows]`, `[rows, 1]` or `[rows, dim]`.
     """
 
     ids: np.ndarray
@@ -61,10 +61,9 @@ def save(
 
     Args:
       path: the file.
-      columns: their types by name.
-      pieces: ids, ascending, and their columns, some rows at a time.
-      steps: steps that the optimizer has done whose state is among the columns; None if there
-        is no state.
+      columns: types of the columns, by name.
+      pieces: blocks of ascending ids with their columns.
+      steps: number of steps of the optimizer whose state is among the columns; None without state.
     """
     path = pathlib.Path(path)
     if path.suffix != ".parquet":
@@ -81,7 +80,7 @@ def save(
 
 
 def flat(array: jax.Array) -> jax.Array:
-    """`[rows]` of `[parts, rows of a part]`."""
+    """Reshapes `[parts, rows of a part]` to `[rows]`."""
     return jit_sharded(_flat, P("model"), static=())(array)
 
 
@@ -92,7 +91,9 @@ def _flat(array: jax.Array) -> jax.Array:
 def gathered(
     rows: np.ndarray, arrays: Sequence[jax.Array]
 ) -> Iterator[tuple[slice, list[jax.Array]]]:
-    """Some rows of arrays at a time, with zeros behind: which they are, and copies of them."""
+    """Copies rows of arrays in blocks, padded with zeros; yields the slice of each block, and
+    copies.
+    """
     read, size = jit_sharded(_read, None, static=()), index_edits.block(len(rows))
     for start in range(0, len(rows), size):
         some = rows[start : start + size]
@@ -113,16 +114,16 @@ def read(
     *,
     with_state: bool,
 ) -> Rows:
-    """The rows of a file, whose columns are to be those of `like`, as far as it has them.
+    """Opens the rows of a file. Its columns must be among those of `like`.
 
     Args:
       path: the file.
       like: arrays of all rows by column.
-      with_state: whether there is an optimizer, whose arrays are all in `like`.
+      with_state: whether an optimizer is given, whose arrays are then in `like`.
 
     Raises:
-      ValueError: it is no such file, is of another width or dtype, has an id twice, or the
-        state of another rule; or, from `blocks`, it has a number that is missing or not finite.
+      ValueError: the file has another format, width or dtype, has a repeated id, or the state of
+          another rule; or, raised by `blocks`, a number is missing or not finite.
     """
     path = pathlib.Path(path)
     try:
@@ -181,7 +182,7 @@ def _check_complete(path: pathlib.Path, column: pa.ChunkedArray) -> None:
 
 
 def ranked(path: pathlib.Path, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a file, ascending, and the place of each one among them."""
+    """The ids of a file in ascending order, and the rank of each row's id in this order."""
     if ids.dtype.kind == "i" and (ids < 0).any():
         raise ValueError(f"{path}: id {ids.min()} is negative; write ids as uint64")
     order = np.argsort(ids, kind="stable")
@@ -203,7 +204,7 @@ def checked(path: pathlib.Path, name: str, values: np.ndarray) -> np.ndarray:
 def _steps(
     path: pathlib.Path, schema: pa.Schema, like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> int | None:
-    """After how many steps the file's state is; None if it has none."""
+    """The number of optimizer steps stored in the file; None if it has no state."""
     given, expected = (
         sorted(name.removeprefix(STATE) for name in names if name.startswith(STATE))
         for names in (schema.names, like)
@@ -233,14 +234,14 @@ def overwritten(
     by_parts: bool,
     divided: bool = True,
 ) -> jax.Array:
-    """An array with some rows replaced, in its own memory.
+    """An array in which some rows are replaced, reusing its memory.
 
     Args:
       array: `[rows, ...]`, or `[parts, rows of a part]`.
-      rows: numbers of the rows to replace; with `by_parts`, counted through all parts.
+      rows: numbers of the rows to replace; with `by_parts`, counted over all parts.
       values: new values of these rows.
       by_parts: whether `array` has the second form.
-      divided: whether it is divided over the axis "model".
+      divided: whether the array is divided over the axis "model".
     """
     spec = P("model") if by_parts or array.ndim == 1 else BY_ROWS
     spec = spec if divided else P()

@@ -1,4 +1,4 @@
-"""Knowledge about the ids of a stack of dynamic tables."""
+"""The state of a stack of dynamic tables: index, numbers and counters of its ids."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from sparsejax.mesh.layout import to_host
 from sparsejax.ops import hash_index, index_edits
 from sparsejax.ops.hash_index import PARTS, Index, Layout
 
-# Places of a table's counters. The first three count an id each time that a batch has it, the last
-# two count rows.
+# Positions of a table's counters. The first three count an id each time that it is in a batch; the
+# last two count rows.
 FOUND, WAITING, REFUSED, INSERTED, EVICTED = range(5)
 _TOTALS = 5
 
 
 class State(NamedTuple):
-    """Arrays of 256 parts, or of some of them on each device.
+    """Arrays of 256 parts, or of those parts that are on a device.
 
     Attributes:
-      index: the row of each key.
-      numbers: arrays of the `RowNumber`s that are kept for each row, by name.
+      index: hash index from key to row.
+      numbers: arrays of the `RowNumber`s of each row, by name.
       sketch: approximate counts of keys without a row; of width 1 if no policy reads them.
-      totals: counters of each table, two words of 32 bits for each counter.
+      totals: counters of each table, each stored as two 32-bit words.
     """
 
     index: Index
@@ -43,13 +43,13 @@ class State(NamedTuple):
     totals: UInt32[Array, "parts tables numbers 2"]
 
     def arrays(self) -> dict[str, jax.Array]:
-        """All arrays by name, those of the index among them."""
+        """All arrays by name, including those of the index."""
         others = {"sketch": self.sketch, "totals": self.totals}
         return {**self.index._asdict(), **self.numbers, **others}
 
     @classmethod
     def of(cls, arrays: Mapping[str, jax.Array]) -> State:
-        """The state of `arrays`."""
+        """Makes a state from the result of `arrays`."""
         given = dict(arrays)
         index = Index(*(given.pop(name) for name in Index._fields))
         sketch, totals = given.pop("sketch"), given.pop("totals")
@@ -57,12 +57,12 @@ class State(NamedTuple):
 
 
 class IndexState(nnx.Variable):
-    """Knowledge about the ids of dynamic tables."""
+    """An array of the state of dynamic tables."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TableStats:
-    """The fate of the ids of a dynamic table, since it was made.
+    """Counters for the ids of a dynamic table since it was made.
 
     >>> table = DynamicTableConfig(1000, 2)
     >>> embeddings = EmbeddingCollection({"user": table}, {"user": "user"}, rngs=nnx.Rngs(0))
@@ -70,13 +70,14 @@ class TableStats:
     1024
 
     Attributes:
-      capacity: rows of the table.
-      rows: how many have an id.
-      found: ids that had a row when a batch had them.
-      waiting: ids that got none, as the table's `Admit` did not let them in.
-      refused: ids that were let in, but found no room.
-      inserted: rows that were given to ids.
-      evicted: rows that were taken from ids.
+      capacity: number of rows of the table.
+      rows: number of rows that have an id.
+      found: number of ids in batches that had a row.
+      waiting: number of ids in batches that got no row because the table's `Admit` did not admit
+          them.
+      refused: number of ids in batches that were admitted, but found no free row.
+      inserted: number of times that a row was given to an id.
+      evicted: number of times that a row was taken from an id.
     """
 
     capacity: int
@@ -89,7 +90,7 @@ class TableStats:
 
 
 def layout_of(stack: Stack) -> Layout:
-    """The layout of the stack's index."""
+    """The layout of the index of a stack."""
     return Layout(
         rows=stack.num_rows // PARTS,
         firsts=tuple(table.place.first // PARTS for table in stack.tables),
@@ -98,18 +99,18 @@ def layout_of(stack: Stack) -> Layout:
 
 
 def configs_of(stack: Stack) -> list[DynamicTableConfig]:
-    """The configurations of its tables."""
+    """The configurations of a stack's tables."""
     return [cast(DynamicTableConfig, table.config) for table in stack.tables]
 
 
 def policies_of(stack: Stack) -> list[RowNumber]:
-    """The numbers by which rows of its tables lose their ids."""
+    """The numbers that are eviction policies of a stack's tables."""
     found = (policy(config.evict) for config in configs_of(stack))
     return [number for number in found if number is not None]
 
 
 def numbers_of(stack: Stack) -> list[RowNumber]:
-    """The numbers that are kept for each row, in the order of files."""
+    """The numbers stored for each row, in the order of files."""
     found = {number.name: number for number in BUILT_IN}
     for number in policies_of(stack):
         if found.setdefault(number.name, number) != number:
@@ -121,7 +122,7 @@ def numbers_of(stack: Stack) -> list[RowNumber]:
 
 
 def empty(stack: Stack) -> State:
-    """No key has a row."""
+    """The state in which no key has a row."""
     layout, configs = layout_of(stack), configs_of(stack)
     return State(
         index=hash_index.empty(layout),
@@ -135,11 +136,11 @@ def empty(stack: Stack) -> State:
 
 
 def clock_of(clock: Any) -> jax.Array:
-    """The clock that a caller gives, as int32.
+    """Converts the clock given by a caller to int32.
 
     Raises:
-      TypeError: it is no integer, or is traced and may not fit.
-      ValueError: it does not fit.
+      TypeError: the clock is not an integer, or is traced with a dtype that may not fit.
+      ValueError: the clock does not fit into int32.
     """
     if isinstance(clock, jax.core.Tracer):
         if clock.shape or not np.can_cast(clock.dtype, np.int32):
@@ -161,7 +162,7 @@ def clock_of(clock: Any) -> jax.Array:
 
 
 def counted(state: State, kind: int, added: Int[Array, "parts tables"]) -> State:
-    """The state with more of one number of each table."""
+    """Adds to one of the counters of each table."""
     low = state.totals[:, :, kind, 0]
     more = low + added.astype(jnp.uint32)
     carried = (more < low).astype(jnp.uint32)
@@ -172,7 +173,7 @@ def counted(state: State, kind: int, added: Int[Array, "parts tables"]) -> State
 def stats(
     stack: Stack, totals: np.ndarray, num_free: np.ndarray
 ) -> dict[str, TableStats]:
-    """The numbers of each table."""
+    """The counters of each table, by table name."""
     words = totals.astype(np.uint64).sum(axis=0)
     numbers = words[..., 0] + (words[..., 1] << np.uint64(32))
     found = {}
@@ -195,7 +196,7 @@ def stats(
 def ids_and_rows(
     stack: Stack, table: StackedTable, known: Mapping[str, nnx.Variable]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a table in ascending order, and the row of the kernel of each."""
+    """The ids of a table in ascending order, and the kernel row of each."""
     used, keys = (to_host(known[name][...]) for name in ("used", "keys"))
     number = stack.tables.index(table)
     return index_edits.rows_of(layout_of(stack), number, used, keys)
@@ -207,7 +208,7 @@ def rows_of(
     known: Mapping[str, nnx.Variable],
     ids: np.ndarray,
 ) -> np.ndarray:
-    """The row of each id of a table; -1 if it has none."""
+    """The row of each id of a table; -1 for an id without a row."""
     here, rows = ids_and_rows(stack, table, known)
     if not len(here):
         return np.full(len(ids), -1, np.int32)

@@ -1,4 +1,4 @@
-"""The vector that an id begins with, and that it has while it has no row."""
+"""Initial vectors of ids, which are also read for ids without a row."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, sums_so_far
 
-# Ids whose vectors are made at a time; and in a predictor, which is asked for few examples.
+# Number of ids whose vectors are computed at a time; smaller in a predictor, whose requests are
+# small.
 BLOCK = 8192
 _BLOCK_OF_PREDICTOR = 256
 
 
 class Guests(NamedTuple):
-    """Ids without a row, in the order of the bags; those beyond `count` are arbitrary.
+    """Ids without a row, in the order of their bags. Entries from `count` on are arbitrary.
 
     Attributes:
       keys: keys of the ids.
-      bag: number of the bag that each id is in.
+      bag: number of the bag of each id.
       weight: weight of each id's vector.
       count: number of ids without a row.
     """
@@ -43,7 +44,7 @@ class Guests(NamedTuple):
 
 
 def drawn(stack: Stack, seed: jax.Array, keys: TableKeys) -> Float[Array, "keys dim"]:
-    """The first vector of each key: a function of the seed, the table and the key alone."""
+    """The initial vector of each key, which depends only on the seed, the table and the key."""
     fold_in = jax.vmap(jax.random.fold_in)
     number = column(table.number for table in stack.tables)[keys.table, 0]
     base = jax.random.wrap_key_data(seed, impl="threefry2x32")
@@ -55,7 +56,9 @@ def drawn(stack: Stack, seed: jax.Array, keys: TableKeys) -> Float[Array, "keys 
 def apart(
     x: CSR, keys: TableKeys, order: jax.Array | None = None
 ) -> tuple[CSR, Guests, jax.Array | None]:
-    """The entries of a matrix whose ids have rows, the others, and an order of the first."""
+    """Separates entries whose ids have rows from the others; also returns an order of the
+    former.
+    """
     ends, size = jnp.asarray(x.indptr), x.nse
     place = jnp.arange(size, dtype=jnp.int32)
     used = place < jnp.minimum(ends[-1], size)
@@ -69,7 +72,7 @@ def apart(
         guests = _moved(without, (keys, x.row_ids(), weight))
         counted = sums_so_far(kept)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), counted])
-        # A row that lacks ids still says so.
+        # A matrix row marked as overfull stays marked.
         indptr = jnp.where(ends > size, size + 1, before[jnp.minimum(ends, size)])
         data, columns, after = _moved(kept, (entries[0], entries[1], order))
         return (data, columns, indptr, after), guests
@@ -79,7 +82,7 @@ def apart(
         return entries, zeros
 
     count = jnp.sum(without, dtype=jnp.int32)
-    # As a rule all ids have rows, and nothing has to move.
+    # Usually all ids have rows, and nothing must be moved.
     leaves, (ids, bag, weight) = lax.cond(count > 0, some, none)
     *leaves, order = leaves
     found = CSR.tree_unflatten(x.num_cols, (*leaves, None))
@@ -87,7 +90,7 @@ def apart(
 
 
 def _moved[Tree](mask: Bool[Array, "ids"], values: Tree) -> Tree:
-    """The values of the ids in the mask, in their order; zeros behind them."""
+    """Moves the values in the mask to the front, in order, followed by zeros."""
     size = mask.shape[0]
     place = jnp.arange(size, dtype=jnp.int32)
     at = jnp.where(mask, sums_so_far(mask) - 1, size + place)
@@ -101,7 +104,7 @@ def _moved[Tree](mask: Bool[Array, "ids"], values: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class _WithGuestsOfOwner:
-    """Adds the vectors of ids without a row to the rows that cross between devices.
+    """Adds the vectors of ids without a row to the rows that are sent between devices.
 
     Attributes:
       stack: stack of the tables.
@@ -122,7 +125,7 @@ class _WithGuestsOfOwner:
         def some():
             rows = read()
             place = jnp.arange(size, dtype=jnp.int32)
-            # They are NaN, as no column was read.
+            # They are NaN, as no row was read for them.
             rows = rows.at[jnp.where(without, place, size + place)].set(
                 0, mode="drop", unique_indices=True
             )
@@ -132,15 +135,15 @@ class _WithGuestsOfOwner:
             guests = Guests(*_moved(without, (keys, place, weight)), count)
             return _with_some(self.stack, rows, guests, jnp.int32(0), seed)
 
-        # As a rule all ids have rows. The host waits for the condition before rows are read, when
-        # the device has nothing else to do, and then launches all that follows.
+        # Usually all ids have rows. The host waits for this condition before rows are read, while
+        # the device is idle anyway, and then launches all later work.
         return lax.cond(jnp.any(without), some, read)
 
 
 def beside_owned(stack: Stack, sent: SentKeys, seed: jax.Array | None) -> DividedRows:
-    """The matrix of ids that were sent; owners give those without a row their vectors.
+    """The matrix of ids that were sent; owners add the vectors of ids without a row.
 
-    Without a seed these are zeros.
+    Without a seed, these vectors are zeros.
     """
     route = sent.rows.route
     assert route is not None
@@ -161,9 +164,9 @@ def with_guests(
     *,
     divided: bool,
 ) -> Float[Array, "bags dim"]:
-    """`y` with the vectors of ids without a row added to their bags. They have no gradient.
+    """Adds to `y` the initial vectors of ids without a row. They have no gradient.
 
-    Where devices divide the bags, each adds the vectors of its own ones.
+    If devices divide the bags, each adds the vectors of its own bags.
     """
     return _added(stack, divided, y, guests, seed)
 
@@ -178,7 +181,7 @@ def _added(
     def part(y, guests, seed):
         number = lax.axis_index("data") * axis_sizes()[1] + lax.axis_index("model")
         bag = guests.bag - number * len(y)
-        # Guests are in the order of bags, so those of a device are neighbours.
+        # Guests are sorted by bag, so those of a device are adjacent.
         used = jnp.arange(len(bag), dtype=jnp.int32) < guests.count
         first, end = (
             jnp.sum(used & (bag < bound), dtype=jnp.int32) for bound in (0, len(y))
@@ -195,11 +198,11 @@ def _added(
 def _with_some(
     stack: Stack, y: jax.Array, guests: Guests, start: jax.Array, seed: jax.Array
 ) -> jax.Array:
-    """`y` with the vectors of the guests from `start` to their count."""
+    """Adds to `y` the vectors of the guests from `start` on."""
     size = guests.bag.shape[0]
     if isinstance(size, int):
         block = min(BLOCK, size)
-    else:  # known when the predictor is used
+    else:  # a predictor's seed is known at run time
         block = _BLOCK_OF_PREDICTOR
         more = {"pad_width": (0, block)}
         guests = jax.tree.map(lambda a: jnp.pad(a, **more) if a.ndim else a, guests)
@@ -210,7 +213,7 @@ def _with_some(
 
     def add(state):
         start, y = state
-        # The last block begins earlier, so that it ends with the array.
+        # The last block starts earlier, so that it does not exceed the array.
         first = jnp.minimum(start, size - block)
         mine = jax.tree.map(
             lambda a: lax.dynamic_slice_in_dim(a, first, block),
@@ -220,7 +223,7 @@ def _with_some(
         vectors = drawn(stack, seed, mine.keys).astype(dtype)
         vectors *= jnp.where(counts, mine.weight, 0).astype(dtype)[:, None]
         bag = jnp.where(counts, mine.bag, bags)
-        # Sums of neighbours, in a fixed order; each bag is written once.
+        # Adjacent guests of a bag are summed in a fixed order; each bag is written once.
         begins = jnp.concatenate([jnp.ones(1, bool), bag[1:] != bag[:-1]])
 
         def join(a, b):
