@@ -176,7 +176,7 @@ def fields(kind: type, document: object, label: str) -> dict[str, Any]:
             raise ValueError(f'{label}: "{name}" is missing')
     return {
         key: value(hints[key], given[key], label, key) for key in given
-    }  # in the order of the document
+    }  # keys keep the order of the document
 
 
 def check_keys(given: Iterable[str], known: Iterable[str], label: str) -> None:

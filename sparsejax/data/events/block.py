@@ -1,4 +1,4 @@
-"""Cells, which decoders of all formats yield, and their check, which makes blocks of events."""
+"""Checks cells, which decoders of all formats yield, and makes blocks of events of them."""
 
 from __future__ import annotations
 

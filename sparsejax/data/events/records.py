@@ -335,7 +335,7 @@ def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
         return _records_by_field(lines, mark)
     if len(opening) == len(closing):
         return len(data), None
-    start = int(opening[array[opening - 1] != ord('"')][-1])  # of the open field
+    start = int(opening[array[opening - 1] != ord('"')][-1])  # begin of the open field
     ends = np.flatnonzero(
         array[:start] == ord("\n")
     )  # ends of lines; the first one is the line end added above

@@ -325,5 +325,5 @@ def _scan_saved(path: Paths, chunk_rows: int) -> ScannedClicks:
                     "has another schema or vocabulary than the first file; read all with "
                     "one vocabulary: read_clicks(..., features=train)",
                 )
-    assert first is not None  # there is a file
+    assert first is not None  # `path` has a file
     return first

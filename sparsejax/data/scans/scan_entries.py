@@ -193,7 +193,7 @@ class SavedFiles(NamedTuple):
                 if not is_right:
                     raise DataError.at(file.path, problem)
             groups += [group for group in found if group.rows]
-        assert first is not None  # there is a file
+        assert first is not None  # `files` is not empty
         events = columns[0]
         for other in columns[1:]:
             if events is not None and other is not None:

@@ -507,8 +507,9 @@ def with_columns(
     """A schema with some of the columns; None if it would have no columns.
 
     Returns:
-      The schema, and for each of its vocabularies, by column, the column of the old schema
-      that owns it: the owner may be left out while a column like it remains.
+      The schema, and a dict from each of its columns that owns a vocabulary to the column that
+      owned it in the old schema. They differ if the old owner is left out, but not a column
+      like it.
     """
     owners, own = vocabulary_columns(schema), {}
     ids: dict[str, IdColumn] = {}

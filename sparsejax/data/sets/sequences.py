@@ -605,7 +605,7 @@ class SequenceDataset(NamedRows):
         return split_entries(self, is_held, "", stays)
 
     def _are_known(self, is_held: np.ndarray) -> np.ndarray:
-        """`[entries]` bool: whether an entry's feature is in its row's entries not held out."""
+        """`[entries]` bool: whether the row has the feature in an entry that is not held out."""
         return are_known(self._entries.row_of, self.indices, is_held, self.num_features)
 
     def split(self, fraction: float, *, seed: int) -> Split[SequenceDataset]:

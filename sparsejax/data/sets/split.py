@@ -164,7 +164,7 @@ def parts_at(
 def are_known(
     rows: np.ndarray, items: np.ndarray, is_held: np.ndarray, num_items: int
 ) -> np.ndarray:
-    """`[entries]` bool: whether an entry's item is in its row's entries that are not held out."""
+    """`[entries]` bool: whether the row has the item in an entry that is not held out."""
     pairs = rows.astype(np.int64) * num_items + items
     return np.isin(pairs, pairs[~is_held])
 
