@@ -1,9 +1,9 @@
-"""Rows of a kernel brought up to date where they are read, for GPU programs: Mosaic GPU.
+"""Bringing rows of a kernel up to date while GPU programs read them: Mosaic GPU.
 
-Under some rules of optimizers, rows also move in steps that do not touch them. What a row has
-missed is then a function of its weights, its state, and numbers that depend only on how many
-steps it has missed. A table has these numbers. So a program that reads a row, its state and a
-line of the table has the row as it is now, without writing it and without a loop over steps.
+Under some optimizer rules, rows also change in steps that do not touch them. The change of a
+row by missed steps is a function of its weights, its state, and numbers that depend only on how
+many steps it has missed. A table has these numbers. So a program that reads a row, its state and
+a line of the table can compute the current row, without writing it or looping over steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_kernels.matmul_tiles import numbers
 from pallas_kernels.rounding import of_columns, of_rows, rounded
 from pallas_kernels.teams import Team
 
-# Brings a row up to date: (its arrays, the line of the table, shared numbers) -> its arrays.
+# Brings a row up to date: (the row of each array, line of the table, shared numbers) -> new rows.
 CatchUp = Callable[
     [list[jax.Array], Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]
 ]
@@ -29,15 +29,16 @@ CatchUp = Callable[
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Missed:
-    """The operands with which programs bring rows up to date.
+    """The operands by which programs bring rows up to date.
 
     Attributes:
       catch_up: function that works element by element, in float32, on pieces of a row.
-      state: `[num_rows, hidden]` arrays beside the kernel.
+      state: `[num_rows, hidden]` arrays of the optimizer's state.
       last: `[num_rows]`, the step at which each row was up to date; -1 if it has missed none.
-      count: `[]` steps done. No row that is read has missed more than the table has lines for.
+      count: `[]`, number of steps done. A row that is read must not have missed more steps than
+        the table has lines.
       table: a line for each number of missed steps, from 0.
-      shared: numbers that are the same for all rows.
+      shared: numbers that apply to all rows.
       place: key and row by which a bfloat16 kernel is rounded at random, see `row_update`; None
         rounds to nearest.
     """
@@ -51,13 +52,13 @@ class Missed:
     place: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None = None
 
     def operands(self) -> list[jax.Array]:
-        """The arrays as a program takes them; `reader` gets their refs."""
+        """The arrays in the order of a program's operands; `reader` gets their references."""
         place = [] if self.place is None else numbers(*self.place)
         count = jnp.reshape(self.count, 1)
         return [*self.state, self.last, count, self.table, self.shared, *place]
 
     def reader(self, team: Team, w_gmem, refs) -> tuple[Callable, Callable]:
-        """`load` and `value` of `sum_body`, for rows that are up to date."""
+        """The functions `load` and `value` for `sum_body`, which give up-to-date rows."""
         state_gmem, refs = refs[: len(self.state)], refs[len(self.state) :]
         last_gmem, count_gmem, table_gmem, shared_gmem, *noise_gmem = refs
 
@@ -86,10 +87,10 @@ class Missed:
 
 @dataclasses.dataclass(frozen=True)
 class Read(Sequence[jax.Array]):
-    """Numbers in memory, each of which is read only in the branch that uses it.
+    """A sequence of numbers in memory. Each is read only in the branch that uses it.
 
     Attributes:
-      read: function that reads the number at a place.
+      read: function that reads the number with an index.
       places: indices of the numbers.
     """
 
@@ -112,18 +113,18 @@ class Read(Sequence[jax.Array]):
 
 
 def line_of(table_gmem, lag: jax.Array) -> Read:
-    """The numbers of a row that has missed `lag` steps."""
+    """The line of the table for a row that has missed `lag` steps."""
     lags, columns = table_gmem.shape
     lag = jnp.minimum(jnp.maximum(lag, 0), lags - 1)
     return Read(lambda j: table_gmem[lag, j], range(columns))
 
 
 def shared_of(shared_gmem) -> Read:
-    """The shared numbers."""
+    """The numbers that apply to all rows."""
     return Read(lambda j: shared_gmem[j], range(shared_gmem.shape[0]))
 
 
 def at_random(team: Team, key, row, columns, w: jax.Array) -> jax.Array:
-    """A piece of a row as it is stored in bfloat16, in float32."""
+    """A piece of a row, rounded at random to bfloat16 as it would be stored; in float32."""
     column = of_columns(columns.start + team.columns())
     return rounded(w, of_rows(key, row), column)

@@ -1,18 +1,19 @@
-"""Products of the vectors of an example with each other, and their gradient: Mosaic GPU, Hopper.
+"""Products of pairs of an example's vectors, and their gradient: Mosaic GPU, Hopper.
 
 ::
 
-    y[b, k] = rows[b, i] . rows[b, j]        or number c of the first vector, rows[b, 0, c]
-    drows[b, i] = sum_j slopes[b, of(i, j)] rows[b, j]
+        y[b, k] = rows[b, i] . rows[b, j]        or element c of the first vector, rows[b, 0, c]
+        drows[b, i] = sum_j slopes[b, of(i, j)] rows[b, j]
 
-A tile is 64 vectors: some examples, one after the other. Its products are one `wgmma` for each
-example, of all 64 vectors with those of the example. Those of other examples are not used. So
-a matrix of 32 x 32 products takes 2 of 64 x 32, which costs less than the memory's time.
-The wanted products are gathered from shared memory, and the gradients of products are
-gathered where they are read: neither the whole matrix of products nor that of their
+    A tile is 64 vectors: the vectors of several successive examples. Its products are one `wgmma`
+for each example, of all 64 vectors with those of the example. Products between examples are
+not used. So a matrix of 32 x 32 products is computed as two of 64 x 32, which takes less time
+than reading memory. The wanted products are gathered from shared memory, and the gradients of
+products are gathered when they are read: neither the whole matrix of products nor that of their
 gradients is written.
 
-A program is one warpgroup, and a multiprocessor has several. So one reads while others work.
+A program is one warpgroup, and a multiprocessor runs several. So some read while others
+compute.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import call, num_programs, store
 
-TILE = 64  # vectors, as `wgmma` needs
-MULTIPLE = 16  # of an example's vectors and of their numbers, as `wgmma` needs
+TILE = 64  # vectors, a multiple that `wgmma` needs
+MULTIPLE = 16  # divides an example's vectors and their length, as `wgmma` needs
 _THREADS = 128
 _MOST_DIM = 256
-_SLOTS = 2  # tiles in shared memory: the next one is copied while one is worked on
-# Shared memory that the programs of a multiprocessor may take, and how many there are at most.
+_SLOTS = 2  # tiles in shared memory: the next one is copied while one is computed
+# Shared memory for the programs of a multiprocessor, and the largest number of programs.
 _SHARED, _MOST_PROGRAMS = 200_000, 8
 
 
 def unsupported(batch: int, vectors: int, dim: int, dtype: jnp.dtype) -> str | None:
-    """Why the programs cannot take such vectors, as the end of a sentence; None if they can."""
+    """The fault of such vectors, to end a sentence; None if the programs can take them."""
     if dtype != jnp.bfloat16:
         return f"takes bfloat16 vectors, not {dtype}"
     if vectors % MULTIPLE or not 0 < vectors <= TILE:
@@ -53,7 +54,7 @@ def unsupported(batch: int, vectors: int, dim: int, dtype: jnp.dtype) -> str | N
 
 
 def columns_for(count: int, vectors: int) -> int:
-    """The least number of columns, not below `count`, that `products` can write."""
+    """The smallest number of columns, at least `count`, that `products` can write."""
     multiple = _THREADS // (TILE // vectors)
     return -(-count // multiple) * multiple
 
@@ -65,7 +66,7 @@ def products(
 
     Args:
       rows: the vectors, with a shape and dtype that `unsupported` allows.
-      places: `[columns]`, `i * vectors + j` of the pair; -1 for 0; `-2 - c` for number c of
+      places: `[columns]`, `i * vectors + j` for a pair; -1 for 0; `-2 - c` for element c of
         the first vector. See `columns_for`.
     """
     _, vectors, dim = rows.shape
@@ -86,8 +87,8 @@ def slopes_of_rows(
     Args:
       rows: the vectors that `products` multiplied.
       slopes: the gradient of the result of `products`.
-      columns: `[vectors, vectors]`: by which column of `slopes` vector j is multiplied
-        for the gradient of vector i, or -1 for 0.
+      columns: `[vectors, vectors]`: the column of `slopes` by which vector j is multiplied
+        for the gradient of vector i; -1 is a factor of 0.
     """
     _, vectors, _ = rows.shape
     example = jnp.arange(TILE // vectors, dtype=jnp.int32)[:, None, None]
@@ -98,7 +99,7 @@ def slopes_of_rows(
 
 
 def _on_platform(program: Callable, *operands: jax.Array) -> jax.Array:
-    """The interpreter, on a CPU, lacks operations of Mosaic GPU itself."""
+    """Runs `program` on a GPU. On a CPU the interpreter lacks operations of Mosaic GPU itself."""
     return lax.platform_dependent(
         *operands,
         cuda=partial(program, interpretable=False),
@@ -107,7 +108,7 @@ def _on_platform(program: Callable, *operands: jax.Array) -> jax.Array:
 
 
 def _look_up(memory, index: jax.Array, layout, *, interpretable: bool) -> jax.Array:
-    """The numbers of `memory` at places, and 0 where the place is negative."""
+    """The elements of `memory` with these indices; 0 for a negative index."""
     place = jnp.maximum(index, 0)
     if interpretable:
         found = memory[...].reshape(-1)[place]
@@ -133,7 +134,7 @@ def _products(rows, table, *, interpretable: bool):
         _, numbers_gmem, out_gmem = refs
         staged = staged_smem.at[slot]
         find = partial(_look_up, layout=strided, interpretable=interpretable)
-        # The tile in shared memory does not lie in the order of its numbers.
+        # The numbers are read from global memory, as the tile in shared memory has another order.
         first = find(numbers_gmem.at[i], -2 - index)
 
         def multiply(*sums):
@@ -188,7 +189,7 @@ def _slopes(rows, table, slopes, *, interpretable: bool):
             return lax.optimization_barrier(sums[...])
 
         made = pl.run_scoped(multiply, plgpu.ACC((TILE, dim)))
-        # The copy from this slot must have read it.
+        # The copy from this slot must have ended.
         plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
         target = out_smem.at[slot]
         target[...] = made.astype(rows.dtype)
@@ -207,24 +208,24 @@ def _slopes(rows, table, slopes, *, interpretable: bool):
 
 
 def _run(name, start, work, rows, smem, operands, out, scratch):
-    """A program that works on one tile of vectors after the other.
+    """Runs a program that computes one tile of vectors after another.
 
     Args:
       name: the name that a profiler shows.
-      start: function that makes values that all tiles share, from references to `operands`.
+      start: function that makes values for all tiles, from references to `operands`.
       work: function that is called with a tile's number, its slot, the result of `start`, the
         tile in shared memory, references to `operands` and the result, and `scratch`. It has a
-        barrier
+        barrier.
       rows: `[batch, vectors, dim]`.
-      smem: shared memory for tiles of them.
+      smem: shared memory for tiles of `rows`.
       operands: further arrays.
       out: the result.
-      scratch: more shared memory.
+      scratch: further shared memory.
     """
     batch, vectors, dim = rows.shape
     size = TILE // vectors * vectors
     tiles = batch * vectors // size
-    # The gradient's tiles are in shared memory, too.
+    # The tiles of the gradient are in shared memory, too.
     room = _SHARED // (2 * _SLOTS * TILE * dim * rows.dtype.itemsize)
     programs = min(tiles, num_programs() * min(_MOST_PROGRAMS, room))
 
@@ -269,7 +270,7 @@ def _run(name, start, work, rows, smem, operands, out, scratch):
 
 
 def _tiles(dim: int, summed: int, dtype: jnp.dtype):
-    """Shared memory for tiles of vectors, laid out for sums over so many elements."""
+    """Shared memory for tiles of vectors, in the layout for sums over `summed` elements."""
     width = next(n for n in (64, 32, 16) if dim % n == 0 and summed % n == 0)
     swizzle = plgpu.SwizzleTransform(width * dtype.itemsize)
     transforms = plgpu.TilingTransform((8, width)), swizzle
@@ -277,6 +278,6 @@ def _tiles(dim: int, summed: int, dtype: jnp.dtype):
 
 
 def _row_numbers(columns: int) -> jax.Array:
-    """`[64, columns]` with the number of the row."""
+    """`[64, columns]` of row numbers."""
     shape, layout = (TILE, columns), plgpu.Layout.WGMMA
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)

@@ -30,26 +30,26 @@ from pallas_kernels.row_sums import (
 )
 from pallas_kernels.teams import Team, on_teams, team_for
 
-_THREADS = 128  # of a warpgroup; narrower rows are for teams of lanes, or padded
-_PROGRAMS = 8_192  # that a batch is cut into, if rows catch up and it is large enough
-_SMALL = 2**16  # entries
-_FILL_ROWS = 64  # rows that a program looks through for empty ones
+_THREADS = 128  # in a warpgroup; narrower rows are read by teams of lanes, or padded
+_PROGRAMS = 8_192  # number of programs for a large batch whose rows catch up
+_SMALL = 2**16  # entries of an input for which fewer rows are loaded at once
+_FILL_ROWS = 64  # rows that a program searches for empty ones
 
 
 def default_config(hidden: int, itemsize: int, nse: int, period: int = 0) -> Config:
-    """The fastest of some 40 tried on an H200, jax 0.11.2 (benchmarks/notes/gather_matmul.md).
+    """The fastest of some 40 configurations on an H200, jax 0.11.2.
 
-    Long weight rows are fastest with small programs, which leave less work at the end.
-    Short weight rows are fastest with few programs, which cost less to start; there,
-    loading more float32 rows at once gains 3 %. Rows of 128 are for half a warp: a
-    warpgroup takes 1.1 times as long with 63 entries a row, and 1.4 times with one; of
-    bfloat16 2.5 times with 26 or one.
+    See benchmarks/notes/gather_matmul.md. Long weight rows are fastest with small programs,
+    which leave less work at the end. Short weight rows are fastest with few programs, which
+    cost less to start; there, loading more float32 rows at once gains 3 %. Rows of 128 elements
+    are read by half a warp: a warpgroup takes 1.1 times as long with 63 entries a row, and 1.4
+    times with one; for bfloat16 2.5 times with 26 or one.
 
-    A small input is read by many programs, of which each loads few rows at once: rows of 1 KB
-    take .7 times as long, of 8 KB 1.04 times. Half as much code is traced and lowered.
+    A small input is read by many programs, each of which loads few rows at once: rows of 1 KB
+    take .7 times as long, rows of 8 KB 1.04 times. Half as much code is traced and lowered.
 
-    In the order of tables (`period`) long programs are faster: for rows of 128 float32, 128
-    entries take .83 to .90 times as long as 64.
+    If the order of tables is known (`period`), long programs are faster: for rows of 128 float32,
+    128 entries take .83 to .90 times as long as 64.
     """
     config = dataclasses.replace(_for_rows(hidden, itemsize), period=period)
     if nse <= _SMALL:
@@ -86,12 +86,12 @@ def gather_matmul(
     """`y[b] = sum_j data_j w[indices_j]` over the entries j of CSR row b.
 
     Sums are made in float32, in the order of the entries, and rounded once to `dtype`.
-    Pieces of a row longer than `T` are summed first, each by itself. Reads
+    Pieces of a row longer than `T` entries are summed first, each by itself. Reads
     `nse * hidden` elements of `w` and writes `rows * hidden`. Rows longer than `T` also
     move about `2 hidden / T` float32 numbers per entry.
 
     If `hidden` is above 128 and no multiple of it, the last programs compute some columns a
-    second time and write the same values there. If it is below 128 and no multiple of 8,
+    second time and write equal values there. If it is below 128 and no multiple of 8,
     `w` is padded, which copies it.
 
     Args:
@@ -104,12 +104,12 @@ def gather_matmul(
       w: float32 or bfloat16, with at least `num_cols` rows. Later rows are not read.
       num_cols: number of columns.
       dtype: dtype of the result, float32 or bfloat16; that of `w` by default.
-      missed: record of missed steps, by which rows of `w` are brought up to date where they are
+      missed: operands by which rows of `w` are brought up to date while they are
         read. Then `hidden` must be a multiple of 128, or a width that `takes_narrow` allows.
-      config: how the work is cut; by default `default_config` for the shape.
+      config: how the work is divided; by default `default_config` for the shape.
 
     Raises:
-      ValueError: shapes or dtypes that the GPU program does not take.
+      ValueError: the GPU program does not support these shapes or dtypes.
     """
     num_rows, nse = indptr.shape[0] - 1, indices.shape[0]
     dtype = jnp.dtype(w.dtype if dtype is None else dtype)
@@ -127,12 +127,12 @@ def gather_matmul(
             "entries; split the rows"
         )
     if nse == 0 or num_rows == 0 or num_cols == 0 or w.shape[1] == 0:
-        # There is nothing to read. A row that has entries all the same is NaN.
+        # No entry or no row of `w` exists. A row that should have entries is NaN.
         filled = jnp.where(jnp.diff(indptr) > 0, jnp.nan, 0.0).astype(dtype)
         return jnp.broadcast_to(filled[:, None], (num_rows, w.shape[1]))
     if config is None:
         config = default_config(w.shape[1], w.dtype.itemsize, nse)
-        if missed is not None:  # a row has more registers, and more code
+        if missed is not None:  # a row needs more registers and code
             config = dataclasses.replace(
                 config,
                 entries=entries_for(nse, _PROGRAMS, config.entries),
@@ -146,7 +146,7 @@ def gather_matmul(
         )
         return y[:, :-padding]
 
-    # A thread stores no more than 16 bytes at once either.
+    # A thread cannot store more than 16 bytes at once either.
     itemsize = max(w.dtype.itemsize, dtype.itemsize)
     team = team_of(w.shape[1], itemsize, config.threads, config.chunk)
     rows = [] if data is None else [data]
@@ -166,7 +166,7 @@ def _traced_once(data, indices, indptr, w, missed, *, team, num_cols, dtype, con
 
 
 def _product(team, data, indices, indptr, w, missed, num_cols, dtype, config):
-    """`gather_matmul` by such teams; `data` is empty or has one array."""
+    """`gather_matmul` by one kind of team; `data` is empty or has one array."""
     num_rows, nse, hidden = indptr.shape[0] - 1, indices.shape[0], w.shape[1]
     programs = pl.cdiv(nse, config.entries)
     behind = [] if missed is None else missed.operands()

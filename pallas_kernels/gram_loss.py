@@ -1,7 +1,7 @@
-"""The gradient of a kernel under the squared loss, from small matrices: Mosaic GPU.
+"""The gradient of a kernel for the squared loss, from small matrices: Mosaic GPU.
 
-The kernel is read once and its gradient written once. The matrix that the rows of the
-kernel are multiplied with stays in shared memory.
+The kernel is read once and its gradient written once. The matrix by which the rows of the
+kernel are multiplied stays in shared memory.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ MAX_HIDDEN = 256
 _WARPGROUPS = 2
 _TILE = _WARPGROUPS * ROWS  # rows of a tile
 _STAGES = 3  # more do not fit in shared memory
-# Columns of the product with two vectors: the fewest that `wgmma` makes. Three of them hold
-# the parts of a vector in bfloat16 whose sum has the precision of float32.
+# Columns of the product with two vectors: the fewest that `wgmma` computes. Three of them have
+# the parts of a vector in bfloat16 whose sum is as precise as float32.
 _COLUMNS, _PARTS = 8, 3
 
 
 def unsupported(kernel: jax.Array, size: int) -> str | None:
-    """Why `squared_gradient` cannot take this kernel and size; None if it can."""
+    """The reason why `squared_gradient` cannot take this kernel and size; None if it can."""
     hidden = kernel.shape[1]
     if kernel.dtype != jnp.bfloat16:
         return f"takes bfloat16 operands, not {kernel.dtype}"
@@ -56,7 +56,7 @@ def squared_gradient(
     size: int,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "size hidden"], Float[Array, "size"]]:
-    """The gradients of kernel and bias, without the labels' part of the kernel's.
+    """The gradients of kernel and bias, without the term of the labels in the kernel's gradient.
 
     ::
 
@@ -81,7 +81,7 @@ def squared_gradient(
       The gradient of the kernel; the gradient of the bias.
     """
     hidden = kernel.shape[1]
-    width = 128 // jnp.dtype(dtype).itemsize  # of a piece that is stored
+    width = 128 // jnp.dtype(dtype).itemsize  # columns of a piece that is stored
 
     def body(start_gmem, weight_gmem, kernel_gmem, *refs):
         outer_gmem, parts_gmem, centre_gmem, rest_gmem, *refs = refs
@@ -119,7 +119,7 @@ def squared_gradient(
                 part = part + spread[0] * spread_columns(rest_gmem, c, width)
                 part = part + spread[1] * spread_columns(centre_gmem, c, width)
                 part = jnp.where(spread[2] != 0.0, part, 0.0)
-                # An earlier copy must have read the slot. If a tile has an odd number of
+                # An earlier copy from the slot must have ended. If a tile has an odd number of
                 # pieces, that may be the last copy.
                 plgpu.wait_smem_to_gmem(1 - hidden // width % 2, wait_read_only=True)
                 smem[warpgroup, slot] = part.astype(smem.dtype)
@@ -159,10 +159,10 @@ def squared_gradient(
 
 
 def _in_parts(vector: Float[Array, "hidden"]) -> Float[Array, "parts hidden"]:
-    """Rows of bfloat16 whose sum is the vector."""
+    """Divides a vector into rows of bfloat16 whose sum is the vector."""
     rows = []
     for _ in range(_PARTS):
-        # Not a plain cast: XLA may keep the precision that a cast there and back loses.
+        # Not by casts: XLA may keep the precision that a cast to bfloat16 and back should lose.
         row = lax.reduce_precision(vector, 8, 7)
         rows.append(row)
         vector = vector - row

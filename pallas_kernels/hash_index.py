@@ -1,10 +1,9 @@
 """Rows of 64-bit keys in an index of buckets: a Mosaic GPU program.
 
-A thread has one key. It reads the tags of the key's two buckets, then the row and the
-key of each slot whose tag equals the key's: as a rule four reads of 32 bytes. The reads
-of tags go side by side; each other one waits for the one before. So the program needs
-many threads, and few
-registers.
+A thread searches for one key. It reads the tags of the key's two buckets, then the row and the
+key of each slot whose tag equals the key's: usually four reads of 32 bytes. The tags
+are read at once; each further read waits for the one before. So the program needs
+many threads, and few registers.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from pallas_kernels.integers import rem
 from pallas_kernels.row_sums import compiler_params
 from pallas_kernels.teams import Team, on_teams
 
-SLOTS = 16  # of a bucket
+SLOTS = 16  # in a bucket
 _WORDS = SLOTS // 4
-# Gives part, its two buckets and tag, for a table and the high and low word of a key.
+# Function from a key's table, high and low word to its part, its two buckets, and its tag.
 Places = Callable[[Any, Any, Any], tuple[Any, Any, Any, Any]]
 
 
@@ -40,19 +39,19 @@ def find(
     low: UInt32[Array, "keys"],
     first_part: Int[Array, ""],
 ) -> Int[Array, "keys"]:
-    """The row of each key among the rows of all parts, one part after the other; or -1.
+    """The row of each key, counted over all parts in order; -1 for a key that is not found.
 
     Args:
-      places: places where each key may be: its part, its two buckets in that part, which differ
-        if there are two, and its tag, 1 to 255.
-      tags: 4 of them a word, the first one lowest; 0 is a slot without a row.
+      places: function that returns for a key its part, its two buckets in that part, which must
+        differ if there are two, and its tag, 1 to 255.
+      tags: 4 tags in a word, the first in the lowest bits; 0 is a slot without a row.
       slots: the row of each slot.
       keys: low and high word of each row's key.
-      ranges: first row of each table in every part, and the row behind its last one.
-      table: the table of each key; -1 for a key that is not looked for.
+      ranges: first row of each table in every part, and the end of its rows.
+      table: the table of each key; -1 for a key that is not searched for.
       high: the upper 32 bits of each key.
-      low: the lower ones.
-      first_part: the number of the first part.
+      low: the lower 32 bits of each key.
+      first_part: number of the first part.
     """
     if len(table) == 0:
         return jnp.zeros(0, jnp.int32)
@@ -96,7 +95,7 @@ def _found(team, places, shape, tags, slots, keys, ranges, table, high, low, fir
             begin, end = ranges_gmem[number, 0], ranges_gmem[number, 1]
             both = [part * buckets + bucket for bucket in (one, two)]
             loaded = [team.load(tags_gmem.at[bucket]) for bucket in both]
-            # Bit 8 b + w is that of byte b in word w of both buckets.
+            # Bit 8 b + w is set if the tag in byte b of word w is equal, for both buckets.
             left = jnp.uint32(0)
             for bucket, four in enumerate(loaded):
                 for w, word in enumerate(team.elements(four)):
@@ -114,7 +113,7 @@ def _found(team, places, shape, tags, slots, keys, ranges, table, high, low, fir
                 same = (its_high == words[0]) & (its_low == words[1])
                 same = same & (row >= begin) & (row < end)
                 left = left ^ (jnp.uint32(1) << bit.astype(jnp.uint32))
-                # The last key that is compared is the one, or none is.
+                # Either the last key that was compared is equal, or none is.
                 left = jnp.where(same, jnp.uint32(0), left)
                 return left, jnp.where(same, place, found)
 
@@ -143,6 +142,6 @@ def _found(team, places, shape, tags, slots, keys, ranges, table, high, low, fir
 
 
 def _zero_bytes(word: jax.Array) -> jax.Array:
-    """The highest bit of each byte that is zero."""
+    """Sets the highest bit of each byte that is zero."""
     most = jnp.uint32(0x7F7F7F7F)
     return ~((word & most) + most | word | most)

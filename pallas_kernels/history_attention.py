@@ -1,29 +1,29 @@
 """Causal attention within histories, forward and backward: Mosaic GPU, Hopper.
 
-The formula is that of `sparsejax.ops.history_attention`. Histories lie one after the other,
-so that a tile of 128 entries may have many of them, or a part of one. For each entry a range
-of others counts: for a query the keys from the first of its history up to itself, for a
-key the queries from itself to the last of its history. All programs are made alike:
+The formula is that of `sparsejax.ops.history_attention`. Histories are concatenated,
+so that a tile of 128 entries may have many of them, or a part of one. Each entry has a range
+of others: a query those keys from the first of its history up to itself, a
+key those queries from itself to the last of its history. All programs have one structure:
 
-    program  has 64 entries a warpgroup    meets tiles of    makes
-    norms    queries                       keys              the logarithms of softmax's sums
-    forward  queries                       keys              y
-    queries  queries, slopes of y          keys              dq, the biases' gradients
-    keys     keys                          queries, slopes   dk, dv
+        program  64 entries a warpgroup        reads tiles of    computes
+        norms    queries                       keys              the logarithms of softmax's sums
+        forward  queries                       keys              y
+        queries  queries, slopes of y          keys              dq, the biases' gradients
+        keys     keys                          queries, slopes   dk, dv
 
-Scores are computed again in each of them, and nothing of their size is written. No
+Each program computes the scores again, and nothing of their size is written. No
 program adds to another program's results. Softmax has a program for its sums, which
-takes one more product; the other programs then need no largest score, and serve both
+takes one more product; the other programs then need no maximum of scores, and work for both
 activations.
 
-The bias by distance is the same along diagonals, so that a tile needs 127 numbers of a
+The bias by distance is constant along diagonals, so that a tile needs 127 numbers of a
 table. The bias by time is looked up in a table by the difference of the times. Its gradient
-needs the buckets between the tile's least and its largest difference: each thread adds slopes
-to a sum of its own for each of these, and two threads then sum up those of a bucket; for few
-buckets the tile is read once each.
-The biases are the same for all heads: two heads of a tile are worked on together, as far as
+needs the buckets between the tile's smallest and largest difference: each thread adds slopes
+to a sum of its own for each of these, and two threads then add up the sums of a bucket. If there
+are few buckets, the tile is read once for each of them.
+The biases are common to all heads: two heads of a tile are computed together, as far as
 registers suffice, and the slopes of both are added before the gradients of the biases are
-made from them.
+computed from them.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import ROWS, call, num_programs, store, transforms
 from pallas_kernels.score_tiles import row_vector, spread_columns, spread_rows
 
-TILE = 128  # entries of a program's tile
+TILE = 128  # entries in a program's tile
 DIM = 64  # of a head
 _WARPGROUPS = TILE // ROWS
-_WARPS = 4  # of a warpgroup
-_CELL_BITS = 21  # of a float32 that tell numbers within a quarter of an octave apart
-_FIRST_CELL = 127 << 2  # of 1.0
+_WARPS = 4  # in a warpgroup
+_CELL_BITS = 21  # bits of a float32 below those that give its quarter of an octave
+_FIRST_CELL = 127 << 2  # the quarter of an octave of 1.0
 # Elements between rows whose diagonals are summed: 64 zeros, and 64 numbers. With 8 more,
-# a warp that writes 8 rows meets all banks of memory alike.
+# a warp that writes 8 rows uses all banks of memory equally.
 _PITCH = TILE + 8
 _SLOTS = 64  # sums of buckets that a thread has, in the memory of these rows
 _FEW = 4  # buckets for which a tile is read once each
 _RATIO = 0.301  # see `sparsejax.ops.history_attention`
 _LOG2E = math.log2(math.e)
-_FEW_TILES = 2048  # that are put in order without sorting
-_LEAST = -3e38  # below any score, and finite, so that differences of two are numbers
+_FEW_TILES = 2048  # up to this many tiles are ordered without sorting
+_LEAST = -3e38  # below any score, and finite, so that differences of two are finite
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut.
+    """How the work is divided.
 
     Attributes:
-      columns: entries of the tiles that a program meets, 64 or 128.
-      stages: tiles that are copied ahead.
+      columns: entries in the tiles that a program reads, 64 or 128.
+      stages: number of tiles that are copied in advance.
       interpretable: whether to avoid operations that JAX's interpreter lacks: products
-        of operands in registers, and references to shared memory in another shape.
+        of operands in registers, and references to shared memory with another shape.
     """
 
     columns: int = 64
@@ -82,11 +82,11 @@ class Config:
 
 
 class Spans:
-    """Which entries count for each entry, and which tiles follow from it.
+    """The entries that count for each entry, and the ranges of tiles that follow.
 
     Args:
       starts: `[tokens]`: the first entry of each entry's history; `tokens` or more if it has
-        none, and -1 less the first entry where the history is wrong, and counts for nothing.
+        none; -1 minus the first entry if the history is invalid, and is ignored.
       ends: `[tokens]`: the entry after the last of each entry's history. Entries
         without a history come last; they have the number of entries before them.
       times: float32, ascending within a history, or None.
@@ -105,15 +105,15 @@ class Spans:
         self.used = jnp.minimum(ends[-1], tokens)
         far = jnp.int32(2 * tokens + TILE)
         first = jnp.where(self.inside, starts, far)
-        # (low, high) of the columns of each row.
+        # The columns of each row: (low, high).
         self.of_queries = first, jnp.where(self.inside, place, -far)
         last = jnp.where(self.inside, ends - 1, -far)
         self.of_keys = jnp.where(self.inside, place, far), last
 
     def orders(self, columns: int) -> Int[Array, "2 tiles"]:
-        """The tiles of queries and of keys, those that meet most tiles of columns first.
+        """The tiles of queries and of keys, ordered by descending number of their column tiles.
 
-        Both are found by the same programs of XLA.
+        The same XLA programs compute both.
         """
         tiles = len(self.starts) // TILE
         tile = jnp.arange(tiles, dtype=jnp.int32)
@@ -131,7 +131,7 @@ class Spans:
         steps = jnp.stack(steps)
         if tiles > _FEW_TILES:
             return jnp.argsort(-steps, axis=1).astype(jnp.int32)
-        # Quicker than to sort. No two have the same key.
+        # Faster than a sort. All keys differ.
         key = steps * tiles - tile[None]
         before = key[:, None] > key[:, :, None]
         rank = jnp.sum(before, axis=2, dtype=jnp.int32)
@@ -140,13 +140,13 @@ class Spans:
 
     @staticmethod
     def number_at(row, used, of_queries: bool, tokens: int):
-        """The entry whose history says which columns the 64 rows from `row` on meet."""
+        """The entry whose history gives the columns for the 64 rows from `row` on."""
         if of_queries:
             return row
         return jnp.clip(jnp.minimum(row + ROWS, used) - 1, 0, tokens - 1)
 
     def apart(self, of_queries: bool):
-        """For each 64 rows: how far times of one history are apart, at most and at least."""
+        """For each 64 rows, the largest and smallest difference of times within a history."""
         assert self.times is not None
         times, tokens = self.times, len(self.times)
         place = jnp.arange(tokens)
@@ -156,7 +156,7 @@ class Spans:
         else:
             apart = times[jnp.clip(self.ends - 1, 0, tokens - 1)] - times
         apart = jnp.where(self.inside, apart, 0).reshape(-1, ROWS)
-        # The difference to the entry before or after.
+        # The difference to the previous or the next entry.
         gap = jnp.where(
             self.inside & (place > raw), times - jnp.roll(times, 1), jnp.inf
         )
@@ -165,13 +165,13 @@ class Spans:
 
 
 def ranges_of(rows, known, used, of_queries: bool, columns: int):
-    """For each warpgroup of a tile: the first and the last + 1 tile of columns that it meets.
+    """For each warpgroup of a tile, the first tile of its columns and the end of these tiles.
 
     Args:
-      rows: the first of each warpgroup.
+      rows: the first row of each warpgroup.
       known: for queries the starts of histories, for keys the ends, as
         `Spans.number_at` finds them.
-      used: number of entries that are no padding.
+      used: number of entries that are not padding.
       of_queries: whether rows are queries.
       columns: number of columns of a tile.
     """
@@ -183,7 +183,7 @@ def ranges_of(rows, known, used, of_queries: bool, columns: int):
         else:
             first, last = row, jnp.maximum(jnp.minimum(its, used) - 1, row)
         start, stop = div(first, columns), div(last, columns) + 1
-        # The other warpgroup of an empty one begins and ends where this one has nothing.
+        # An empty warpgroup gets an empty range at an end of the other warpgroup's range.
         empty = row >= used
         start = jnp.where(empty, found[0][0] if found else 0, start)
         found.append((start, jnp.where(empty, start, stop)))
@@ -191,13 +191,13 @@ def ranges_of(rows, known, used, of_queries: bool, columns: int):
 
 
 def joined(ranges):
-    """The first and the last + 1 tile of columns of all warpgroups."""
+    """The first tile of columns of all warpgroups, and the end of these tiles."""
     starts, stops = zip(*ranges, strict=True)
     return functools.reduce(jnp.minimum, starts), functools.reduce(jnp.maximum, stops)
 
 
 def unsupported(q: jax.Array | jax.ShapeDtypeStruct) -> str | None:
-    """Why the programs cannot take these operands; None if they can."""
+    """The reason why the programs cannot take these operands; None if they can."""
     if q.dtype != jnp.bfloat16:
         return f"takes bfloat16 operands, not {q.dtype}"
     if q.shape[2] != DIM:
@@ -207,8 +207,8 @@ def unsupported(q: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     return None
 
 
-# A program of their own: blocks of a model have equal ones, which are traced, lowered and, as
-# they have one name, compiled once (jax 0.11 numbers the names, and compiles each again).
+# A jit of its own: the blocks of a model have equal programs, which are then traced, lowered and,
+# as they have one name, compiled once (jax 0.11 numbers names, and compiles each again).
 @functools.partial(
     jax.jit, static_argnames=("thresholds", "activation", "scale", "divisor", "config")
 )
@@ -228,7 +228,7 @@ def attend(
     divisor: float,
     config: Config | None = None,
 ) -> tuple[Float[Array, "tokens heads dim"], Float[Array, "heads tokens"] | None]:
-    """`y`, and for softmax the logarithms of its sums to base 2, for `slopes`.
+    """`y`, and for softmax the base-2 logarithms of its sums, which `slopes` needs.
 
     Rows without entries are 0, and NaN if `starts` is negative.
 
@@ -244,9 +244,9 @@ def attend(
       activation: "silu" or "softmax".
       scale: factor of the products `q . k`.
       divisor: number by which the results are divided.
-      config: how the work is cut.
+      config: how the work is divided.
     """
-    # Where the biases of tiles are found, six are slower.
+    # If the biases of tiles are looked up, six stages are slower.
     biased = place_bias is not None or time_bias is not None
     config = config or Config(stages=4 if biased else 6)
     step = _Scores(place_bias, times, time_bias, thresholds, scale, config.columns)
@@ -296,7 +296,7 @@ def attend(
 
 
 def _norms(q, k, step: _Scores, spans: Spans, config: Config):
-    """`[heads, tokens]`: the logarithms of the sums of softmax to base 2, 0 for none."""
+    """`[heads, tokens]`: the base-2 logarithms of the sums of softmax; 0 for an empty sum."""
 
     def start():
         layout = plgpu.Layout.WGMMA.reduce(1)
@@ -367,10 +367,10 @@ def slopes(
     """dq, dk, dv, and the gradients of the biases: by distance `[distances]`, by bucket.
 
     If `y` and `norms`, which `attend` returned, are given, the gradients are those of
-    softmax. The other arguments are passed as to `attend`.
+    softmax. The other arguments are those of `attend`.
     """
     biased = place_bias is not None or time_bias is not None
-    # With the sums for biases there is no room for more.
+    # With the sums for biases, shared memory has no space for more stages.
     of_queries = of_queries or Config(stages=2 if biased else 4)
     of_keys = of_keys or Config()
     spans = Spans(starts, ends, times)
@@ -379,16 +379,16 @@ def slopes(
     by_head = []
     if norms is not None:
         assert y is not None
-        # These products are common to a query's slopes. Padding may be anything.
+        # These products apply to all slopes of a query. Padding may have any values.
         of_y = jnp.where(spans.inside[:, None, None], y.astype(jnp.float32), 0)
         products = jnp.where(of_y == 0, 0, dy * of_y)
         by_head = [norms, divisor * jnp.sum(products, axis=2).T]
 
-    # Sums of slopes are multiplied with it, not each slope.
+    # The factor is applied to sums of slopes, not to each slope.
     factor = inverse if by_head else 0.5 * inverse
 
     def pull(scores, raw, bias, pulled):
-        """The slopes of scores without `factor`, and the weights."""
+        """The slopes of scores, without `factor`; and the weights."""
         if by_head:
             weights = scores.softmax(raw, bias)
             return weights * (pulled - scores.vector(1)), weights
@@ -476,7 +476,7 @@ def slopes(
         tiles = factor * jnp.sum(of_biases.pop(0), axis=(0, 1))
         later, earlier = tiles[:, :ROWS][:, ::-1], tiles[:, ROWS:][:, ::-1]
         dplace = later.reshape(-1)
-        # Distances of 64 n - 1 and less are those of the tile before.
+        # Distances up to 64 n - 1 belong to the tile before.
         dplace = dplace.at[:-ROWS].add(earlier[1:].reshape(-1))
     if time_bias is not None:
         sums = jnp.sum(of_biases.pop(0), axis=(0, 1)).reshape(-1, _WARPS)
@@ -485,18 +485,18 @@ def slopes(
 
 
 def _arrived(*sums):
-    """The sums, complete.
+    """Returns the sums when they are complete.
 
     Without the barrier LLVM may use a register before the instruction that waits for
-    it. It does so if the other operand of an addition has been loaded before.
+    it. It does so if the other operand of an addition was loaded before.
     """
     return lax.optimization_barrier([x[...] for x in sums])
 
 
 class _Scores:
-    """The work of all programs on scores of a warpgroup's 64 rows and a tile's columns.
+    """Computes on scores of a warpgroup's 64 rows and a tile's columns, for all programs.
 
-    `at` sets the place; it is called anew for each step.
+    `at` sets the position; it is called for each step.
     """
 
     def __init__(
@@ -518,7 +518,7 @@ class _Scores:
         self.cells: Any = None
         self.cells_smem: Any = None
         self.buckets = 0 if time_bias is None else len(time_bias)
-        # One for each warp, and the memory that `add_sums_of_slots` may write to,
+        # A sum for each warp, and the memory that `add_sums_of_slots` may write to,
         # rounded up.
         sums = (self.buckets + _SLOTS) * _WARPS
         self.sums_of_buckets = -(-sums // TILE) * TILE
@@ -535,7 +535,7 @@ class _Scores:
             self.names += ["time_bias", "thresholds", "cells"]
 
     def bind(self, refs):
-        """Takes the references to `arrays`, and returns the others."""
+        """Stores the references to `arrays`, and returns the other references."""
         mine = dict(zip(self.names, refs[: len(self.names)], strict=True))
         self.table = mine.get("table")
         self.time_bias, self.thresholds = mine.get("time_bias"), mine.get("thresholds")
@@ -550,7 +550,7 @@ class _Scores:
         self.full = (column >= self.all_low) & (last <= self.all_high)
 
     def of_head(self, head, by_head, of_heads, times, arrived) -> None:
-        """Sets the head.
+        """Selects the head.
 
         `times` are those of the columns, or None. `arrived` is called when all products that
         were started before have ended.
@@ -574,7 +574,7 @@ class _Scores:
         return spread_columns(self.by_head[n].at[self.head], self.column, self.columns)
 
     def softmax(self, raw, bias):
-        """The weights; anything where a column does not count."""
+        """The weights; arbitrary if a column does not count."""
         return jnp.exp2(_LOG2E * self.whole(raw, bias) - self.vector(0))
 
     def whole(self, raw, bias):
@@ -588,7 +588,7 @@ class _Scores:
         return half if bias is None else half + 0.5 * bias
 
     def masked(self, values, rest=0.0):
-        """`values`, and `rest` where a column does not count for a row."""
+        """Replaces `values` by `rest` if a column does not count for a row."""
 
         def mask(values):
             shape, layout = (ROWS, self.columns), plgpu.Layout.WGMMA
@@ -600,7 +600,7 @@ class _Scores:
         return lax.cond(self.full, lambda: values, lambda: mask(values))
 
     def bias(self, known):
-        """`[64, columns]`, or None. All heads share the biases."""
+        """The sum of the biases, `[64, columns]`, or None. All heads share the biases."""
         return self._bias() if known is None else known
 
     def _bias(self):
@@ -616,7 +616,7 @@ class _Scores:
         return found if bias is None else bias + found
 
     def _place_bias(self, c):
-        """`[64, 64]` for the columns from c on."""
+        """The bias by distance, `[64, 64]`, for the columns from c on."""
         first = ROWS * self.distance(c)
         if self.of_queries:
             first = ROWS * (self.tiles - 1) - first
@@ -629,7 +629,7 @@ class _Scores:
         return lanes.diagonals(part, ROWS - 1)
 
     def time_bias_of_pairs(self):
-        """`[64, columns]`"""
+        """The bias by time for each pair, `[64, columns]`."""
         since = self.since()
         if self.scratch is None:
             edge, _, before, after = self.cell_of(since, 4)
@@ -644,11 +644,11 @@ class _Scores:
         return lax.fori_loop(second, last + 1, later, zeros + self.time_bias[first])
 
     def cell_of(self, since, count):
-        """The first numbers that `_cells` has for each difference of times."""
+        """The first `count` numbers in the table of `_cells` for each difference of times."""
         from pallas_kernels import lanes  # not before it is needed: see `mosaic`
 
         bits = lax.bitcast_convert_type(jnp.maximum(since, 1.0), jnp.int32)
-        # Padding may be anything.
+        # Padding may have any values.
         cell = jnp.clip((bits >> _CELL_BITS) - _FIRST_CELL, 0, self.count_of_cells - 1)
         size = math.prod(self.cells_smem.shape)
         table = self.cells_smem.reshape(size)
@@ -661,13 +661,13 @@ class _Scores:
         return jnp.clip(div(jnp.maximum(apart, 0), ROWS), 0, self.tiles - 1)
 
     def since(self):
-        """Differences of times."""
+        """Differences of times between rows and columns."""
         columns = spread_columns(self.times, 0, self.columns)
         rows = spread_rows(self.own, self.columns)
         return rows - columns if self.of_queries else columns - rows
 
     def range_of_buckets(self):
-        """The first, the second, and the last bucket that the tile may have."""
+        """The first and the second bucket of the tile's pairs, and the last one."""
         a, b = (self.times_of_rows[i] for i in (0, ROWS - 1))
         c, d = (self.times[i] for i in (0, self.columns - 1))
         if self.of_queries:
@@ -675,7 +675,7 @@ class _Scores:
         else:
             least, largest = c - b, d - a
             one = self.column + self.columns - 1 <= self.all_high
-        # An entry and itself are in the first bucket, and others not before that of the gap.
+        # An entry itself is in the first bucket, others not before the bucket of the gap.
         least = jnp.where(self.full, least, self.gap)
         largest = jnp.where(one, largest, self.longest)
 
@@ -683,13 +683,13 @@ class _Scores:
             bucket = jnp.log(jnp.clip(x, 1.0, 1e18)) * (1 / _RATIO) + more
             return jnp.clip(bucket.astype(jnp.int32), 0, self.buckets - 1)
 
-        # The logarithm is not exact. A bucket too many costs less than its threshold.
+        # The logarithm is inexact. A bucket too many costs less than its threshold.
         least, last = bucket(least, -1e-3), bucket(largest, 1e-3)
         first = jnp.where(self.full, least, 0)
         return first, jnp.maximum(least, first + 1), last
 
     def add_to_biases(self, ds, refs) -> None:
-        """Adds a tile's slopes to the gradients of the biases, of this warpgroup alone."""
+        """Adds a tile's slopes to the gradients of the biases of this warpgroup."""
         skewed, places, sums = refs
         if self.table is not None:
             for c in range(0, self.columns, ROWS):
@@ -708,13 +708,13 @@ class _Scores:
         )
 
     def _add_to_places(self, ds, c, skewed, places) -> None:
-        """Sums diagonals: rows lie in memory further apart than they are read.
+        """Sums diagonals: rows are written with a larger distance than that of reading them.
 
-        Rows that are 8 apart have the same diagonals, and are added before.
+        Rows that are 8 apart have the same diagonals, and are added first.
         """
         layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
         mine = places.at[self.distance(c)]
-        before = plgpu.load(mine, layout=layout)  # long before it is needed
+        before = plgpu.load(mine, layout=layout)  # long before it is used
         plgpu.commit_smem()  # the last tile has been read
         if self.scratch is not None:
             store(skewed.at[pl.ds(0, ROWS), pl.ds(ROWS, ROWS)], ds)
@@ -732,12 +732,12 @@ class _Scores:
         for n, row in enumerate(r for r in range(ROWS) if not r & 8):
             part = flat.at[pl.ds(n * _PITCH + row + 1, TILE)]
             part = plgpu.load(part, layout=layout)
-            # Some chains of additions, as each waits for the one before.
+            # Several chains of additions, as each addition waits for the one before.
             sums = [*sums, part] if n < 3 else [*sums[1:], sums[0] + part]
         lanes.store(mine, functools.reduce(jnp.add, sums), layout)
 
     def _add_to_slots(self, ds, skewed, sums, first, second, last) -> None:
-        """Each thread has a sum for each bucket of the tile."""
+        """Adds slopes to sums of each thread, with one sum for each bucket of the tile."""
         from pallas_kernels import lanes
 
         layout = plgpu.Layout.WG_STRIDED((4 * TILE,), vec_size=4)
@@ -748,7 +748,7 @@ class _Scores:
         count = last - second + 2
 
         def clear():
-            plgpu.commit_smem()  # all of it has been read
+            plgpu.commit_smem()  # everything has been read
 
             @pl.loop(0, div(count + 3, 4))
             def _(n):
@@ -761,7 +761,7 @@ class _Scores:
         edge, bucket = self.cell_of(since, 2)
         bucket = lax.bitcast_convert_type(bucket, jnp.int32)
         bucket += jnp.where(since >= edge, jnp.int32(1), jnp.int32(0))
-        # The first bucket is no neighbour of the second. Pairs that do not count are 0.
+        # The first bucket may be far from the second. Pairs that do not count are 0.
         slot = jnp.clip(bucket - (second - 1), 0, count - 1)
         clear()
         lanes.add_to_slots(slots, ds, slot, plgpu.Layout.WGMMA)
@@ -769,10 +769,10 @@ class _Scores:
         of_first = sums.at[pl.ds(first * _WARPS, 2)]
         others = sums.at[pl.ds((second - 1) * _WARPS, _SLOTS * _WARPS)]
         lanes.add_sums_of_slots(of_first, others, slots, count)
-        clear()  # `_add_to_places` needs zeros beside its tile
+        clear()  # `_add_to_places` needs zeros next to its tile
 
     def _add_to_buckets(self, ds, sums, first, second, last) -> None:
-        """A bucket's part is the difference of two sums over the entries before a time."""
+        """Adds slopes by bucket: differences of sums over all entries before a time."""
         since = self.since()
         interpreted = self.scratch is not None
 
@@ -802,9 +802,9 @@ class _Scores:
 
 
 def _table_of_places(bias: Float[Array, "places"], tiles: int, of_queries: bool):
-    """The biases by distance from -63 on, for queries from the largest distance on.
+    """The biases by distance, from -63 upwards; for queries from the largest distance downwards.
 
-    All of the last tile is further apart than the bias has places.
+    All distances of the last tile are larger than those of the bias.
     """
     place = jnp.arange(ROWS * (tiles + 1))
     apart = ROWS * tiles - 1 - place if of_queries else place - (ROWS - 1)
@@ -812,10 +812,10 @@ def _table_of_places(bias: Float[Array, "places"], tiles: int, of_queries: bool)
 
 
 def _cells(bias: Float[Array, "buckets"], thresholds: Sequence[float]):
-    """A table by quarters of octaves, each of which has one threshold at most.
+    """A table by quarters of octaves, each of which contains at most one threshold.
 
-    For each it has the threshold, the bucket before it, and the biases before and after, in
-    rows of 128 numbers; beside the table, the number of quarters.
+    For each quarter it has the threshold, the bucket before it, and the biases before and
+    after, in rows of 128 numbers. Also returns the number of quarters.
     """
     fraction, octave = math.frexp(math.exp(_RATIO * (len(bias) - 1)))
     count = 4 * (octave - 1) + int(4 * (2 * fraction - 1)) + 2
@@ -849,44 +849,44 @@ def _run(
     together: int = 1,
     start: Callable[[], tuple] = tuple,
 ):
-    """Runs a program, see the text of this file.
+    """Runs a program of the structure that the module's text describes.
 
     Args:
       name: the name that a profiler shows.
-      scores: factory of the scores of such tiles.
-      spans: which columns count for a row.
+      scores: object that computes the scores of such tiles.
+      spans: the columns that count for a row.
       work: function that is called for a tile and a head: (scores, blocks of rows, blocks of
         columns, sums, the biases or None, carry). It returns the carry for the next tile, the
         biases for the next head, and the slopes of the scores.
       finish: function that is called with the sums and the carry after a row's last tile.
-      rows: `[tokens, heads, dim]`, of which a warpgroup has 64 rows.
-      columns: `[tokens, heads, dim]`, whose tiles are visited one after the other.
-      sums: number of `[64, dim]` sums; the results are as many. Without sums the result is
+      rows: arrays `[tokens, heads, dim]`, of which a warpgroup has 64 rows.
+      columns: arrays `[tokens, heads, dim]`, whose tiles are read in order.
+      sums: number of `[64, dim]` sums, and of results. Without sums the result is
         `[heads, tokens]` float32, and `finish` writes it.
       of_queries: whether rows are queries.
-      by_head: `[heads, tokens]` float32 of the queries, for `scores.vector`.
-      may_be_wrong: whether `finish` needs NaN where the history is wrong, and 0 elsewhere.
-      config: how the work is cut.
+      by_head: arrays `[heads, tokens]` float32 for the queries, for `scores.vector`.
+      may_be_wrong: whether `finish` needs NaN if the history is invalid, and 0 otherwise.
+      config: how the work is divided.
       with_biases: whether the gradients of the biases are made.
-      together: heads whose sums a program has at once, at most, where there are biases:
-        those of a tile are found once for them.
+      together: most heads whose sums a program has at once, if there are biases, which
+        are looked up once for these heads.
       start: function that makes the carry before a row's first tile.
     """
     tokens, heads, dim = rows[0].shape
     dtype, size, stages = rows[0].dtype, config.columns, config.stages
     orders, number_of_order = spans.orders(size), 0 if of_queries else 1
     low, high = spans.of_queries if of_queries else spans.of_keys
-    # Padding may be anything, and 0 NaN is NaN. From here on 64 rows come from `tails`.
+    # Padding may have any values, and 0 * NaN is NaN. The last rows are read from `tails`.
     tail = div(spans.used, ROWS) * ROWS
     tails = [_tail(x, tail, spans.used) for x in (*rows, *columns)]
-    # A program has all heads of a tile after each other, if that leaves work for all.
+    # A program computes all heads of a tile in order, if there are enough tiles for all programs.
     tiles = tokens // TILE
     together = math.gcd(heads, together) if scores.arrays else 1
     parts = heads // together
     group = parts if tiles >= 2 * num_programs() else 1
     units = tiles * parts // group
     programs = num_programs()
-    # With the sums for biases there is no room for the next rows.
+    # With the sums for biases, shared memory has no space for the next rows.
     row_slots = 1 if with_biases else 2
     timed = scores.buckets > 0
     looks_up = timed and not config.interpretable
@@ -894,7 +894,7 @@ def _run(
     if spans.times is not None and timed:
         of_rows.append(spans.times)
     of_rows += [spans.starts] if may_be_wrong else []
-    # The GPU's look-ups need no range of buckets.
+    # The GPU's look-ups do not need the range of buckets.
     ranged = timed and (with_biases or config.interpretable)
     apart = spans.apart(of_queries) if ranged else ()
     operands = [
@@ -946,10 +946,10 @@ def _run(
         def each_item(function):
             """Calls `function(row, part, first, count, done, i, ranges)` for each item.
 
-            `part` is a number of heads that are worked on together, `done` is the number
-            of tiles before, and `ranges` are those of warpgroups.
+            `part` is a number of heads that are computed together, `done` is the number
+            of tiles before, and `ranges` are the ranges of the warpgroups.
             """
-            # Work is in the order of its size. Forth and back, each program has its share.
+            # Items are sorted by size. Alternating the direction gives each program a fair share.
             whole, more = divmod(units, programs)
             back = programs - 1 - program
             last = program if whole % 2 == 0 else back
@@ -962,7 +962,7 @@ def _run(
                     return div(number, parts), rem(number, parts)
                 return number, rem(i, group)
 
-            # All of it is loaded some items before it is needed.
+            # The numbers are loaded some items before they are used.
             def row_of(i):
                 at = jnp.minimum(place_of(i)[0], tiles - 1)
                 return orders[number_of_order, at] * TILE
@@ -1120,7 +1120,7 @@ def _run(
                     x.at[place, pl.ds(warpgroup * ROWS, ROWS)] for x in of_rows_smem
                 ]
                 low, high, *others = [row_vector(x, 0) for x in vectors]
-                # Where rows are of two histories, no tile has columns that all of them have.
+                # If rows belong to two histories, no tile's columns all count for all rows.
                 all_rows = vectors[0][ROWS - 1], vectors[1][0]
                 own_times = [others.pop(0), vectors[2]] if timed else [None, None]
                 spoilt = None
@@ -1137,8 +1137,8 @@ def _run(
                     def leave_slot(slot):
                         leave(free.at[slot])
 
-                    # Whether a tile's last product may still run when the next begins. Other
-                    # heads of the tile hide it, too.
+                    # Whether a tile's last product may still run when the next tile begins. With
+                    # several heads, other heads of the tile hide it.
                     late = together == 1
 
                     def leave_before(j, h):
@@ -1166,7 +1166,7 @@ def _run(
                         for h, head in enumerate(all_heads):
                             here = slot(j, h)
                             plgpu.barrier_wait(full.at[here])
-                            # The tile before may be overwritten now.
+                            # The previous tile may be overwritten now.
                             arrived = partial(leave_before, j, h)
                             times = times_smem.at[here] if timed else None
                             scores.of_head(
@@ -1203,7 +1203,7 @@ def _run(
                         result = outs_gmem[n].at[pl.ds(row, ROWS), head]
                         plgpu.copy_smem_to_gmem(target, result)
 
-                    # Earlier copies must have read the buffer.
+                    # Earlier copies from the buffer must have ended.
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     mine = found[h * sums : (h + 1) * sums]
                     target = out if sums else outs_gmem[0]
@@ -1215,7 +1215,7 @@ def _run(
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
         def start_biases(skewed, sums):
-            """Zeros; the references of this warpgroup."""
+            """Sets sums to zero; returns the references of this warpgroup."""
             places = None
             if of_places:
                 places = places_gmem.at[program, warpgroup]
@@ -1239,7 +1239,7 @@ def _run(
                 def _(n):
                     store(sums.at[pl.ds(n * TILE, TILE)], zeros)
 
-            plgpu.commit_smem()  # others add to them
+            plgpu.commit_smem()  # other threads add to them
 
             return skewed, places, sums
 
@@ -1305,7 +1305,7 @@ def _run(
     return call(name, body, outs, _WARPGROUPS, *operands)
 
 
-# Registers of a thread that computes, and of one that copies; see `matmul_tiles`.
+# Registers of a thread that computes, and of a thread that copies; see `matmul_tiles`.
 _REGISTERS = 240, 24
 
 

@@ -1,4 +1,4 @@
-"""Quotients of int32 numbers in GPU programs."""
+"""Quotients and remainders of int32 numbers in GPU programs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from jax import lax
 
 
 def div(x: jax.Array, n: jax.typing.ArrayLike) -> jax.Array:
-    """`x // n` for numbers that are not negative: `//` would also handle other signs.
+    """`x // n` for numbers that are not negative: `//` would also handle negative numbers.
 
-    `lax.div` alone takes a Python number for an int64 where these are enabled.
+    `lax.div` takes a Python number for an int64 if 64-bit types are enabled.
     """
     return lax.div(x, jnp.int32(n))
 

@@ -1,4 +1,4 @@
-"""Operations of Mosaic GPU itself that teams of lanes need."""
+"""Operations of Mosaic GPU itself (not Pallas) that teams of lanes need."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def thread_over(threads: int) -> jax.Array:
 
 
 def sum_over(threads: int, layout) -> Callable[[jax.Array], jax.Array]:
-    """The sum over the elements of a team's row.
+    """A function that sums the elements of a team's row.
 
-    `jnp.sum` would wait for all lanes of the warp, but other teams may be elsewhere.
+    `jnp.sum` would wait for all lanes of the warp, but other teams may run other code.
     """
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=_SUM)
@@ -65,7 +65,7 @@ def sum_over(threads: int, layout) -> Callable[[jax.Array], jax.Array]:
 
 
 def elements_of(row: jax.Array, layout) -> list[jax.Array]:
-    """The elements of a row that one thread has, as numbers."""
+    """The elements of a row that one thread has, as scalars."""
     kind, (width,) = row.dtype, row.shape
     number = plgpu.ShapeDtypeStruct((), kind, layout=plgpu.Layout.WG_SPLAT(()))
     signed = jnp.issubdtype(kind, jnp.signedinteger)
@@ -93,13 +93,13 @@ def store(target, values: jax.Array, layout) -> None:
 
 
 def store_folded(target, values: jax.Array, column: int, layout) -> None:
-    """Writes a tile of 64 rows to 32 rows in shared memory, diagonals on top of each other.
+    """Writes a tile of 64 rows to 32 rows in shared memory, adding rows with equal diagonals.
 
-    Of each 16 rows the last 8 are added to the first 8, eight columns to the left, where
-    the diagonals are the same.
+    Of each 16 rows the last 8 are added to the first 8, shifted left by eight columns: there the
+    diagonals are equal.
 
     Args:
-      target: rows in memory. The tile's first column is number `column` there.
+      target: rows in memory. The tile's first column is written to column `column`.
       values: float32 `[64, 64]`.
       layout: layout of the values, that of `wgmma`'s results.
     """
@@ -108,7 +108,7 @@ def store_folded(target, values: jax.Array, column: int, layout) -> None:
     def write(_, target, values):
         upper, lower = values.registers.reshape(-1, 2).T
         row, first = _of_wgmma()
-        # 8 rows of each warp, in place of 16.
+        # Each warp has 8 rows in place of 16.
         warp = arith.shrui(_thread(), _constant(5))
         row = arith.subi(row, arith.shli(warp, _constant(3)))
         folded = [lower[0], *map(arith.addf, upper[:-1], lower[1:]), upper[-1]]
@@ -122,7 +122,7 @@ def store_folded(target, values: jax.Array, column: int, layout) -> None:
 def diagonals(numbers, first: int) -> jax.Array:
     """`[64, 64]` in the layout of `wgmma`'s results: row r, column c has number first + c - r.
 
-    A thread has 18 of the numbers, as rows that are 8 apart have the same ones.
+    A thread reads 18 of the numbers, as rows that are 8 apart share numbers.
     """
     layout = plgpu.Layout.WGMMA
     found = plgpu.ShapeDtypeStruct((64, 64), numbers.dtype, layout=layout)
@@ -157,7 +157,7 @@ def diagonals(numbers, first: int) -> jax.Array:
 
 
 def look_up(table, index: jax.Array, layout) -> jax.Array:
-    """`table[index]`: floating numbers of a vector in memory, each at a place of its own."""
+    """`table[index]` for a vector of floats in memory; each element has its own index."""
     found = plgpu.ShapeDtypeStruct(index.shape, table.dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=found)
@@ -218,7 +218,7 @@ def look_up_ends(table, index: jax.Array, layout, count: int) -> list[jax.Array]
 
 
 def sum_of_thread(values: jax.Array, layout) -> jax.Array:
-    """`[128]` sums over the elements that each thread of a warpgroup has."""
+    """The sum of the elements that each thread of a warpgroup has, `[128]`."""
     strided = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
     found = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), values.dtype, layout=strided)
 
@@ -243,7 +243,7 @@ def add_sums_of_warps(target, values: jax.Array) -> None:
     """Adds the sums of the 4 warps of a warpgroup to 4 numbers in shared memory.
 
     Args:
-      values: `[128]`, one of each thread.
+      values: `[128]`, one number for each thread.
     """
     strided = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
 
@@ -270,14 +270,14 @@ def add_sums_of_warps(target, values: jax.Array) -> None:
 
 
 def add_to_slots(slots, values: jax.Array, index: jax.Array, layout) -> None:
-    """Adds each element to a number of its thread: `slots[128 index + thread]`.
+    """Adds each element to one of its thread's sums: `slots[128 index + thread]`.
 
-    The order of additions is fixed, as no thread meets numbers of another one.
+    The order of additions is fixed, as no two threads share a sum.
 
     Args:
       slots: a vector in shared memory.
       values: float32.
-      index: int32, of each element.
+      index: int32 index for each element.
       layout: layout of the values and of the index.
     """
 
@@ -288,7 +288,7 @@ def add_to_slots(slots, values: jax.Array, index: jax.Array, layout) -> None:
         elements = [
             (_element(x, i), _element(at, i)) for x, at in pairs for i in range(count)
         ]
-        # Some are read before any of them is written, so that they wait together.
+        # Several are read before any is written, so that their latencies overlap.
         for group in itertools.batched(elements, 4):
             places = [_of_thread(at) for _, at in group]
             sums = [memref.load(slots, place) for place in places]
@@ -310,7 +310,7 @@ def add_sums_of_slots(first, others, slots, count: jax.Array) -> None:
 
     Args:
       first: two numbers in shared memory, for the first slot.
-      others: `[256]`, four numbers for each slot, of which two get sums.
+      others: `[256]`, four numbers for each slot; sums are added to two of them.
       slots: a vector in shared memory.
       count: number of slots; the results of further ones are undefined.
     """
@@ -321,7 +321,7 @@ def add_sums_of_slots(first, others, slots, count: jax.Array) -> None:
         (count,) = count.registers.flat
         thread = _thread()
         start = arith.shli(thread, _constant(6))
-        # Each lane begins elsewhere, in another bank of memory.
+        # Each lane starts at another number, in another bank of memory.
         totals = [arith.constant(slots.type.element_type, 0.0)] * 4
         for i in range(64):
             at = arith.andi(arith.addi(thread, _constant(i)), _constant(63))
@@ -332,7 +332,7 @@ def add_sums_of_slots(first, others, slots, count: jax.Array) -> None:
         slot = arith.shrui(thread, _constant(1))
         place = _index(arith.addi(arith.shli(slot, _constant(2)), half))
         is_first = arith.cmpi(arith.CmpIPredicate.eq, slot, _constant(0))
-        # None but slots from 1 to `count` - 1.
+        # Only slots from 1 to `count` - 1.
         is_other = arith.cmpi(
             arith.CmpIPredicate.ult,
             arith.subi(slot, _constant(1)),
@@ -349,9 +349,9 @@ def add_sums_of_slots(first, others, slots, count: jax.Array) -> None:
 
 
 def _of_wgmma() -> tuple[ir.Value, ir.Value]:
-    """The thread's first row and column of `wgmma`'s results.
+    """The first row and column of `wgmma`'s results that a thread has.
 
-    It has two columns of every eight, of this row and of the one 8 rows on.
+    It has two of every eight columns, of this row and of the row 8 below.
     """
     thread = _thread()
     row = arith.addi(

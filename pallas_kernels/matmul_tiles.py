@@ -1,9 +1,9 @@
-"""Tiles of a matrix product in registers, operands copied ahead: Mosaic GPU, Hopper.
+"""Tiles of a matrix product in registers, with operands copied in advance: Mosaic GPU, Hopper.
 
-Each SM has one program, which works on one tile after the other. The summed dimension is
+Each SM runs one program, which computes one tile after another. The summed dimension is
 cut into steps of 128 bytes: 64 numbers of bfloat16, or 128 of int8. One warpgroup copies
-operands to shared memory, some steps ahead. It goes on copying while the other warpgroups
-work on finished sums. Each of the others has a part of the tile.
+operands to shared memory, some steps in advance. It goes on copying while the other warpgroups
+process finished sums. Each of these has a part of the tile.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from jax.experimental import pallas as pl
 from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import rem
 
-_BYTES = 128  # of a step, in each row
-STEP = 64  # elements of the summed dimension in a step: so many bytes of bfloat16
+_BYTES = 128  # of each row in a step
+STEP = 64  # elements of the summed dimension in a step: 128 bytes of bfloat16
 ROWS = 64  # rows of a warpgroup, as `wgmma` needs
-
-STAGES = 4  # steps that are copied ahead
+STAGES = 4  # number of steps that are copied in advance
 # Registers of a thread that computes and of one that copies, by the number of warpgroups
-# that compute. The warpgroups only exchange registers. At first all threads have the same
-# number: 512 (those of an SM, for 128 threads) divided by the number of all warpgroups,
+# that compute. Warpgroups can only exchange registers. At first all threads have equally many:
+# 512 (those of an SM, for 128 threads) divided by the number of all warpgroups,
 # rounded down to a multiple of 8.
 _REGISTERS = {2: (232, 40), 4: (112, 32)}
 
@@ -57,18 +56,18 @@ def matmul_tiles(
       factors: function that maps a step's number, its blocks, the constants and a warpgroup's
         number to the two operands of `wgmma`, for each `[64, columns]` part of the tile that
         the warpgroup has.
-      finish: function that is called with the tile, the warpgroup, a function that makes the
-        sums of each part (float32, of int8 int32), and `scratch`. Data that it loads before it
+      finish: function that is called with the tile, the warpgroup, a function that computes the
+        sums of each part (float32; int32 for int8), and `scratch`. Data that it loads before it
         calls the function has arrived when the sums are complete.
       columns: number of columns of each part.
       steps: number of steps of a tile.
       warpgroups: number of warpgroups that compute, 2 or 4.
-      constants: matrices that are in shared memory all the time.
-      scratch: more shared memory, for `finish` and `movers`.
-      stages: number of steps that are copied ahead.
-      movers: at most 3 functions. Each runs on a warp of its own, beside the warp that
-        copies operands. It is called with a function, which calls another one with each
-        tile, and with `scratch`.
+      constants: matrices that stay in shared memory.
+      scratch: further shared memory, for `finish` and `movers`.
+      stages: number of steps that are copied in advance.
+      movers: at most 3 functions. Each runs on a warp of its own, next to the warp that
+        copies operands. It is called with `scratch`, and with a function that calls a given
+        function with each tile.
     """
     stages = min(stages, steps)
     registers, of_loader = _REGISTERS[warpgroups]
@@ -177,9 +176,9 @@ def call(
     *arguments,
     programs: int | None = None,
 ):
-    """Runs `body` on arrays or references, as a program with one more warpgroup.
+    """Runs `body` on arrays or references, with one warpgroup more than `warpgroups`.
 
-    A profiler shows `name`. There are `num_programs()` programs if no number is given.
+    A profiler shows `name`. By default there are `num_programs()` programs.
     """
     body.__name__ = name
     return plgpu.kernel(
@@ -191,7 +190,7 @@ def call(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # No memory: a warp has whole rows of `wgmma`'s results when it sums columns.
+            # No memory is needed: a warp has whole rows of `wgmma`'s results when it sums columns.
             reduction_scratch_bytes=0,
             # With the default semantics, inferring the layouts takes half a minute.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -200,19 +199,19 @@ def call(
 
 
 def numbers(*scalars: jax.typing.ArrayLike) -> list[jax.Array]:
-    """int32 operands of a GPU program, one array each: joining them needs more launches."""
+    """int32 operands of a GPU program, an array for each: joining them takes more launches."""
     return [jnp.reshape(jnp.asarray(x, jnp.int32), 1) for x in scalars]
 
 
 def step_of(dtype: jax.typing.DTypeLike) -> int:
-    """Elements of the summed dimension in a step."""
+    """The number of elements of the summed dimension in a step."""
     return _BYTES // jnp.dtype(dtype).itemsize
 
 
 def transforms(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """How operands and results of 128 bytes in a row lie in shared memory."""
+    """The layout of operands and results with rows of 128 bytes in shared memory."""
     return plgpu.TilingTransform((8, step_of(dtype))), plgpu.SwizzleTransform(_BYTES)
 
 
@@ -225,6 +224,6 @@ def store(target, values: jax.Array) -> None:
 
 
 def num_programs() -> int:
-    """One for each SM; without a GPU two, for lowering and interpretation."""
+    """The number of SMs; without a GPU two, for lowering and interpretation."""
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else 2

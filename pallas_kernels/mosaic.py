@@ -1,4 +1,4 @@
-"""Mosaic GPU of Pallas, which is imported when a GPU program first asks it for something.
+"""Mosaic GPU of Pallas, which is imported when a GPU program first uses it.
 
 The import takes .3 s, which a machine that runs no GPU program saves.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    if name.startswith("__"):  # Python asks for `__path__` at `from ... import`
+    if name.startswith("__"):  # Python reads `__path__` at `from ... import`
         raise AttributeError(name)
     return getattr(_library(), name)
 
@@ -34,10 +34,10 @@ def _library() -> Any:
 
 
 def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`plgpu.kernel`, which refuses to be compiled where XLA would divide the program.
+    """`plgpu.kernel`, with an error if the program is compiled where XLA would divide it.
 
-    XLA cannot divide a GPU program between devices: each device would gather all operands
-    and compute all results, without a word.
+    XLA cannot divide a GPU program over devices: each device would gather all operands
+    and compute all results, without a warning.
 
     Raises:
       ValueError: when the program is compiled for several devices outside of
@@ -57,12 +57,12 @@ def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def on_one_device(array: jax.Array) -> jax.Array:
-    """The same array, in a program that must not be divided by XLA; see `kernel`."""
+    """Marks an array, in a program that XLA must not divide; see `kernel`."""
     return _on_one_device.bind(array)
 
 
 def _lower_on_one_device(ctx: mlir.LoweringRuleContext, array: Any) -> list[Any]:
-    # Within `jax.shard_map` the context is another, without this number.
+    # In `jax.shard_map` the context is of another class, without this number.
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     if devices is not None and devices > 1:
         raise ValueError(
@@ -87,14 +87,14 @@ mlir.register_lowering(_on_one_device, _lower_on_one_device, platform="cuda")
 
 @functools.cache
 def ask_once() -> None:
-    """Lets Mosaic remember which version of ptxas there is.
+    """Makes Mosaic remember the version of ptxas.
 
-    It asks for it at each conversion of a boolean, so at each branch of a program, and
+    It queries the version at each conversion of a boolean, so at each branch of a program, and
     starts a process each time: more than half of the time in which programs are lowered.
     """
     from jax._src import lib
 
-    # JAX's own names, which may change: then it asks each time.
+    # A private name of JAX, which may change: then Mosaic queries each time.
     library = getattr(lib, "mosaic_gpu", None)
     extension: Any = getattr(library, "_mosaic_gpu_ext", None)
     ask = getattr(extension, "_get_ptxas_isa_version", None)
@@ -104,22 +104,22 @@ def ask_once() -> None:
 
 @functools.cache
 def compile_beside() -> None:
-    """Lets a thread compile each GPU program from when it is lowered.
+    """Makes a thread compile each GPU program as soon as it is lowered.
 
-    XLA compiles one after the other, for .2 to 3 s each, after its own passes over the whole
-    program. For HSTU's training step these were 11 of 26 s. Mosaic keeps what it has compiled,
-    by a hash of the program, for the process: XLA then finds it there.
+    XLA compiles one program after another, for .2 to 3 s each, after its own passes over the whole
+    program. For HSTU's training step these took 11 of 26 s. Mosaic keeps compiled programs
+    in the process, by a hash of the program: XLA then finds them there.
     """
     from jax.experimental.mosaic.gpu import core
 
-    # JAX's own name, which may change: then XLA compiles all by itself.
+    # A private name of JAX, which may change: then XLA compiles all programs itself.
     known = getattr(core, "KNOWN_KERNELS", None)
     if type(known) is dict:
         vars(core)["KNOWN_KERNELS"] = _Lowered(known)
 
 
 class _Lowered(dict[bytes, bytes]):
-    """Modules of Mosaic GPU by their hash, which are compiled when they are added."""
+    """Mosaic GPU modules by their hash; each is compiled when it is added."""
 
     def __init__(self, known: dict[bytes, bytes]):
         super().__init__(known)
@@ -131,9 +131,9 @@ class _Lowered(dict[bytes, bytes]):
 
 
 def _compile(kernel_hash: bytes, module: bytes) -> None:
-    """Compiles a program around a module, which never runs: so its operands do not matter."""
+    """Compiles a program with a module. It never runs, so its operands do not matter."""
     if not threading.main_thread().is_alive():
-        return  # nobody waits for it
+        return  # the program is not needed any more
     x = jax.ShapeDtypeStruct((1,), jnp.float32)
     launch = jax.ffi.ffi_call("mosaic_gpu_v2", x, has_side_effect=True)
     settings = dict.fromkeys(

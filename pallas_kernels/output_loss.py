@@ -1,14 +1,13 @@
 """Mosaic GPU programs for Hopper: functions of scores that the output layer's loss needs.
 
-Scores are computed in registers (`score_tiles`). There they are turned into the
-gradient of the loss in them, rounded to bfloat16, or into the sums that softmax needs
-first. Bits say which items are labels, so that no result has to be corrected
-afterwards::
+Scores are computed in registers (`score_tiles`). There they are converted to score
+gradients, rounded to bfloat16, or to the sums that softmax needs first. Bits mark the items
+that are labels, so that no result has to be corrected afterwards::
 
     word [b, 8 (i // 256) + i % 8], bit (i % 256) // 8        item i of row b
 
-In this order a thread finds the bits of its scores in the same two words for all of a
-tile's 256 items. Where a row has one label, its column is compared instead (`Targets`).
+In this order a thread finds the bits of its scores in two words for all of a
+tile's 256 items. If each row has one label, its column is compared instead (`Targets`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pallas_kernels.matmul_tiles import ROWS, num_programs, transforms
 
 _WORDS = tiles.TILE_ITEMS // 32
 SLOPES_COLUMNS = 64  # columns of slopes that are written at once
-_PIECE = 16  # columns that are worked on at once
+_PIECE = 16  # columns that are computed at once
 _LOG2E = math.log2(math.e)
 _LEAST = 8  # columns of the smallest array
 
@@ -44,10 +43,10 @@ def label_words(
     *,
     counted: bool = False,
 ) -> Int[Array, "rows words"]:
-    """The words with the bits of labels at (row, column), see above.
+    """The words with the bits of labels at (row, column), in the layout of the module's text.
 
-    Labels outside `[batch, size]` are left out. Bits are added, so there must be no
-    duplicates. If `counted`, `batch` must be a multiple of 64; then a row is appended for
+    Labels outside `[batch, size]` are ignored. Bits are added, so there must be no
+    duplicates. If `counted`, `batch` must be a multiple of 64. Then a row is appended for
     each 64 rows, with the number of labels in each 64 columns.
     """
     inside = (columns >= 0) & (columns < size) & (rows < batch)
@@ -64,11 +63,11 @@ def label_words(
 
 
 class Targets(NamedTuple):
-    """One label a row, in place of `label_words`.
+    """Labels for rows with one label each, in place of `label_words`.
 
     Attributes:
       columns: the item that is the label of each row; a number that is no item means no label.
-      blocks: whether there is a label in 64 rows and 64 columns.
+      blocks: whether there is a label in each block of 64 rows and 64 columns.
     """
 
     columns: Int[Array, "batch"]
@@ -90,7 +89,7 @@ Labels = Int[Array, "rows words"] | Targets
 def word_and_bit(
     columns: Int[Array, "..."],
 ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
-    """The word of a row that holds the bit of a column, and the bit's place in the word."""
+    """The word of a row that contains the bit of a column, and the bit's position in the word."""
     word = columns // tiles.TILE_ITEMS * _WORDS + columns % _WORDS
     return word, columns % tiles.TILE_ITEMS // _WORDS
 
@@ -109,7 +108,7 @@ def slopes(
     limit: jax.typing.ArrayLike,
     with_values: bool = True,
 ) -> tuple[Float[Array, "parts batch"] | None, Float[Array, "batch size"]]:
-    """`function` of the scores of items `start .. start + size - 1`.
+    """Applies `function` to the scores of items `start .. start + size - 1`.
 
     ::
 
@@ -122,13 +121,13 @@ def slopes(
 
     Args:
       function: function that gets float32 arrays `[rows, columns]`. Only `listed` is bool: it
-        says which items are labels. The function may only use operations that Mosaic GPU can
-        lower.
+        is true for items that are labels. The function may only use operations that Mosaic GPU
+        can lower.
       h: bfloat16; the number of rows is a multiple of 128.
       kernel: bfloat16, see `score_tiles.unsupported`.
       bias: float32 or None.
       scale: float32 or None.
-      labels: `label_words` of these items, `counted`; or `Targets`, whose columns count
+      labels: `label_words` of these items, `counted`; or `Targets`, whose columns are numbered
         from `start`.
       vectors: float32, one number for each row. The first is the row's weight; where it
         is 0, all slopes are 0.
@@ -160,14 +159,14 @@ def slopes(
 
 
 def slopes_inputs(of_labels, vectors) -> list[jax.Array]:
-    """The arrays that `SlopesEpilogue` reads from global memory."""
+    """The arrays that `SlopesEpilogue` reads from global memory, in order."""
     weights = jnp.reshape(vectors[0], (-1, ROWS))
     weightless = jnp.any(weights == 0, axis=1).astype(jnp.int32)
     return [*of_labels, weightless, *vectors]
 
 
 class SlopesEpilogue:
-    """The work of `slopes` on the scores of a tile, see `score_tiles`.
+    """Computes `slopes` from the scores of a tile, see `score_tiles`.
 
     The first `num_labels` of its inputs are `label_arrays`.
     """
@@ -198,37 +197,37 @@ class SlopesEpilogue:
             ref[div(column, tiles.COLUMNS), pl.ds(row, ROWS)] = values
 
     def of_rows(self, row, inputs) -> tuple:
-        """For 64 rows: whether the weight of one is 0, and their `vectors`."""
+        """For 64 rows: whether any weight is 0, and the `vectors` of the rows."""
         weightless_gmem, *refs = inputs[self.num_labels :]
         return weightless_gmem[div(row, ROWS)], [
             tiles.row_vector(ref, row) for ref in refs
         ]
 
     def labels(self, row, column, inputs) -> tuple:
-        """A tile's labels for `listed`, and how many are in each part of it."""
+        """A tile's labels for `listed`, and the number of labels in each part of it."""
         return load_labels(inputs[: self.num_labels], row, column)
 
     def no_sums(self):
-        """The sums before the first part."""
+        """The initial sums, before the first part."""
         zeros = tiles.column_numbers(_LEAST).astype(jnp.float32) * 0.0
         return zeros, zeros
 
     def total(self, sums):
-        """`[64, _]`: summed over the columns, these are the values."""
+        """An array `[64, _]` whose sums over the columns are the values."""
         total, odds = sums
         return total + _log1p(odds)
 
     def part(self, products, c, labels, of_rows, sums, count, layer_refs):
-        """Works on 64 columns of a tile.
+        """Computes the slopes of 64 columns of a tile.
 
         Args:
           products: `[64, SLOPES_COLUMNS]`.
           c: first column in the tile.
           labels: the result of the method `labels` for the tile.
           of_rows: the result of the method `of_rows`.
-          sums: `no_sums()`, or the sums that the call for the part before returned.
+          sums: `no_sums()`, or the sums that the last call returned.
           count: items of the tile from this one on do not count.
-          layer_refs: scales and biases of the tile's items.
+          layer_refs: references to scales and biases of the tile's items.
 
         Returns:
           The slopes, and the sums.
@@ -261,8 +260,8 @@ class SlopesEpilogue:
         def work(labelled=True, masked=False):
             operands = products, places, sums
             if masked or not labelled:
-                # Otherwise LLVM hoists the code that both branches share, which costs
-                # registers.
+                # Without the barrier LLVM hoists the code that both branches share, which takes
+                # more registers.
                 operands = lax.optimization_barrier(operands)
             mine, bits, after = operands
             pieces = []
@@ -283,7 +282,7 @@ class SlopesEpilogue:
 
     def write(self, slopes, row, column, smem, outputs):
         """Writes slopes to `smem`, and starts their copy to global memory."""
-        # An earlier copy must have read the buffer.
+        # An earlier copy from the buffer must have ended.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem[...] = slopes
         plgpu.commit_smem()
@@ -299,7 +298,7 @@ def slopes_scratch(warpgroups: int, columns: int, dtype: jnp.dtype):
 def no_scores(
     batch: int, *, with_labels: bool = True
 ) -> list[Float[Array, "parts batch"]]:
-    """The `known` that `normalise` begins with, with labels or without."""
+    """The initial `known` of `normalise`, with labels or without."""
     # Each program of `score_tiles` works on two times 128 items at once.
     zeros = jnp.zeros((2 * num_programs(), batch), jnp.float32)
     return [zeros - jnp.inf, zeros, *([zeros, zeros] if with_labels else [])]
@@ -322,13 +321,13 @@ def normalise(
     The other arguments are those of `slopes`.
 
     Args:
-      words: `label_words`, `counted`; None if nothing is wanted of the labels.
+      words: `label_words`, `counted`; None if no sums of labels are needed.
       known: `no_scores(batch)`, or the result of a call for other items. It is written
         in place if it is donated.
 
     Returns:
-      For each part of the items: the largest score; the sum of exp(score - largest), with
-      0 in place of a largest score of -inf; with labels their number, and the sum of
+      For each part of the items: the largest score; the sum of exp(score - largest), where
+      0 replaces a largest score of -inf; with labels also their number and the sum of
       their scores.
     """
     layer = ItemLayer(bias, scale)
@@ -367,7 +366,7 @@ def normalise(
 
         def finish(masked):
             mine = products
-            if masked:  # see `SlopesEpilogue`
+            if masked:  # as in `SlopesEpilogue`
                 mine = lax.optimization_barrier(mine)
             scores = [scores_of(c, mine, masked) for c in parts]
             largest = jnp.max(functools.reduce(jnp.maximum, scores), axis=1)
@@ -420,7 +419,7 @@ class ItemLayer:
         return refs[:count], *refs[count:]
 
     def load(self, refs, item, columns: int) -> list:
-        """The numbers of some items, for `applied`."""
+        """The scales and biases of some items, for `applied`."""
         return [tiles.column_vector(ref, item, columns) for ref in refs]
 
     def apply(self, refs, products, item):
@@ -436,14 +435,14 @@ class ItemLayer:
         return products
 
     def denied(self, loaded) -> list:
-        """A list of `[64, columns]`, whether the bias is -inf; empty without a bias."""
+        """Masks `[64, columns]` of items whose bias is -inf, as a list; empty without a bias."""
         if self.bias is None:
             return []
         return [tiles.down_rows(loaded[-1]) == -jnp.inf]
 
 
 def _log1p(x):
-    """`log(1 + x)` for x >= 0. Small results, too, have a small relative error."""
+    """`log(1 + x)` for x >= 0. The relative error is small for small results, too."""
     z = x * jnp.square(lax.rsqrt(x + 2.0))
     square = jnp.square(z)
     series = 2 / 13
@@ -466,7 +465,7 @@ def label_arrays(labels: Labels) -> list[jax.Array]:
 
 
 def load_labels(refs, row, column):
-    """A tile's labels for `listed`, and how many there are in each 64 columns of it."""
+    """A tile's labels for `listed`, and the number of labels in each 64 columns of it."""
     place = div(column, SLOPES_COLUMNS)
     parts = range(tiles.COLUMNS // SLOPES_COLUMNS)
     if len(refs) == 2:

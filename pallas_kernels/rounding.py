@@ -1,12 +1,12 @@
-"""Numbers rounded at random to bfloat16, so that their expectation stays.
+"""Random rounding of numbers to bfloat16 that does not change their expectation.
 
-Rounded to nearest, a weight of 1 never moves by a step of 0.001: the next bfloat16 number
-is 0.0078 away. Rounded at random it moves by 0.0078 in every eighth step, about. ::
+Rounded to nearest, a weight of 1 never changes by a step of 0.001: the next bfloat16 number
+is 0.0078 away. Rounded at random, it changes by 0.0078 in about every eighth step. ::
 
     x between its neighbours a < b:    b with probability (x - a) / (b - a), else a
 
-The 16 random bits of an element are a hash of (seed, step, row, column). So they depend
-neither on the order of the work, nor on devices or programs. The hash is MurmurHash3_x86_32
+The 16 random bits of an element are a hash of (seed, step, row, column). So they do not depend
+on the order of the work, on devices or on programs. The hash is MurmurHash3_x86_32
 of the words (step, row, column) with that seed, by Austin Appleby, public domain:
 https://github.com/aappleby/smhasher/blob/master/src/MurmurHash3.cpp. It takes a dozen
 operations on 32-bit integers, which XLA and Mosaic GPU both have.
@@ -26,7 +26,7 @@ class Noise(NamedTuple):
     """The random bits of an array or of some of its rows.
 
     Attributes:
-      seed: int32, of the array.
+      seed: int32, seed of the array.
       first_row: int32, number of the first of these rows in the array.
     """
 
@@ -34,7 +34,7 @@ class Noise(NamedTuple):
     first_row: jax.typing.ArrayLike = 0
 
     def after(self, rows: jax.typing.ArrayLike) -> Noise:
-        """The noise of the rows from number `rows` of these on."""
+        """The noise for rows that start `rows` rows later."""
         return Noise(self.seed, self.first_row + rows)
 
     def key(self, step: jax.typing.ArrayLike) -> Int32[Array, ""]:
@@ -48,7 +48,7 @@ class Noise(NamedTuple):
         step: jax.typing.ArrayLike,
         rows: Int32[Array, "*rows"] | None = None,
     ) -> BFloat16[Array, "*shape"]:
-        """`x` as it is after this step, in bfloat16.
+        """Rounds `x` to bfloat16, with the random bits of this step.
 
         Args:
           x: rows of an array; a row is one element of the first axis.
@@ -83,41 +83,41 @@ def of_columns(columns: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 def rounded(
     x: Float32[Array, "*shape"], rows: Int32[Array, "..."], columns: Int32[Array, "..."]
 ) -> BFloat16[Array, "*shape"]:
-    """`x`, rounded at random; bfloat16 numbers, infinity and NaN stay as they are.
+    """Rounds `x` at random; bfloat16 numbers, infinity and NaN do not change.
 
     Args:
       x: numbers.
-      rows: `of_rows`, as they are or with the shape of `x`.
-      columns: `of_columns`, likewise.
+      rows: `of_rows` of the rows' numbers, which can be broadcast to the shape of `x`.
+      columns: `of_columns` of the columns' numbers, likewise.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     # The neighbour nearer to zero, or the other one if this carries into the upper half.
     carried = (bits + random_bits(rows, columns)) & _word(0xFFFF0000)
     carried = lax.bitcast_convert_type(carried, jnp.float32)
-    # Infinity is a bfloat16 number. From NaN it might carry into the sign.
+    # Infinity is a bfloat16 number. A NaN might carry into the sign bit.
     return jnp.where(jnp.isnan(x), x, carried).astype(jnp.bfloat16)
 
 
 def random_bits(
     rows: Int32[Array, "..."], columns: Int32[Array, "..."]
 ) -> Int32[Array, "..."]:
-    """16 bits for each element, see `rounded`."""
+    """16 random bits for each element, in the lower half of a word; see `rounded`."""
     value = _joined(rows, columns)
-    value = value ^ 12  # bytes of the three words
+    value = value ^ 12  # length of the three words in bytes
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         value = value ^ _shifted(value, shift)
         value = value * _word(factor)
-    # Its last step, `value ^= value >> 16`, leaves the upper half as it is.
+    # The hash's last step, `value ^= value >> 16`, does not change the upper half.
     return _shifted(value, 16)
 
 
 def _mixed(word):
-    """A word as it enters the hash."""
+    """Mixes a word before it is joined to the hash."""
     return _rotated(word * _word(0xCC9E2D51), 15) * _word(0x1B873593)
 
 
 def _joined(value, mixed):
-    """The hash so far, and one word more."""
+    """Joins a mixed word to the hash."""
     return _rotated(value ^ mixed, 13) * 5 + _word(0xE6546B64)
 
 

@@ -1,4 +1,4 @@
-"""Sums of gathered rows for GPU programs, of rows of any length.
+"""Sums of gathered rows in GPU programs, for sparse rows of any length.
 
 ::
 
@@ -7,14 +7,14 @@
     rows       [a ][b][  c  ][ d ][           e             ][ f  ]  padding
     programs   0: a b c   1: d e'    2: e'      3: e'  (e'' in 4)    4: e'' f
 
-A program has a range of `T` consecutive entries, so rows of any length make equal work.
+A program has a range of `T` consecutive entries, so that work is equal for rows of any length.
 A row belongs to the program in whose range it starts, if it ends in that range or in the
 next one. Only a longer row (`e`) is cut, at the ends of the ranges. Its pieces are
-written to `partial`, and a second launch adds them in order. The same input gives the
-same bits, because there are no atomics.
+written to `partial`, and a second launch adds them in order. Equal input gives equal
+bits, because there are no atomics.
 
 A program is a warpgroup with a piece of up to 2,048 bytes of the rows, or a team of a few
-lanes with whole rows (`teams`), as 4 lanes for rows of 16 float32.
+lanes with whole rows (`teams`), such as 4 lanes for rows of 16 float32.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import store as store_registers
 from pallas_kernels.teams import Team, team_for
 
-_THREADS = 128  # of a warpgroup: rows are cut into multiples of it
-_FEWEST = 8  # entries of a program
-_STRIDE = 2**15  # of programs: its square is an int32
-_WAYS = 8  # each step of a search splits the rows into this many parts
+_THREADS = 128  # in a warpgroup: rows are cut into multiples of it
+_FEWEST = 8  # smallest number of entries of a program
+_STRIDE = 2**15  # between numbers of programs: its square is an int32
+_WAYS = 8  # each step of a search divides the rows into this many parts
 # Columns of a program that adds the pieces of cut rows. On ml20m, 512 columns with 8 pieces
 # at once take 6.6 us; 256 columns with 16 pieces take 10 us.
 REDUCE_CHUNK = 512
@@ -44,19 +44,19 @@ REDUCE_CHUNK = 512
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut; `default_config` picks one.
+    """How the work is divided; `default_config` picks one.
 
     Attributes:
       entries: number of entries of a program, `T`.
       unroll: number of weight rows that are loaded before the first is added.
-      chunk: largest number of elements of a weight row that a warpgroup takes. Programs of
+      chunk: most elements of a weight row that a warpgroup takes. Programs of
         one chunk run before those of the next, so that less of `w` has to fit in the L2
         cache.
-      threads: threads that work on a weight row: a warpgroup's 128, or a power of 2 up to
-        32, which take whole rows.
-      period: number of entries after which entries of the same table come again, if
-        they do. Programs then begin with the first tables of all rows, so that popular
-        rows of few tables
+      threads: number of threads that process a weight row: a warpgroup's 128, or a power of 2 up
+        to 32, which take whole rows.
+      period: number of entries after which entries of the same table come again; 0 if they
+        do not. Programs then begin with the first tables of all rows, so that popular
+        rows of few tables stay in the L2 cache.
     """
 
     entries: int
@@ -67,10 +67,10 @@ class Config:
 
 
 def entries_for(nse: int, programs: int, most: int = 64) -> int:
-    """Entries of a program: `most`, or fewer, so that a small input has `programs` too.
+    """Entries of a program: `most`, or fewer, so that a small input has `programs` programs too.
 
-    A program works on its entries one after the other, and a row that catches up or moves
-    takes longer than its gradient. So a batch of few entries needs many short programs.
+    A program processes its entries one by one, and catching up or updating a row
+    takes longer than computing its gradient. So a batch of few entries needs many short programs.
     """
     entries = most
     while entries > _FEWEST and nse < programs * entries:
@@ -79,7 +79,7 @@ def entries_for(nse: int, programs: int, most: int = 64) -> int:
 
 
 def takes_narrow(hidden: int) -> bool:
-    """Whether teams of lanes take rows of so few elements."""
+    """Whether teams of lanes can take rows with this few elements."""
     return hidden < _THREADS and hidden % 8 == 0
 
 
@@ -94,19 +94,19 @@ def team_of(hidden: int, itemsize: int, threads: int, chunk: int) -> Team:
 
 
 def grid(hidden: int, team: Team, programs: int) -> tuple[int, int]:
-    """The blocks with so many programs for each chunk of the rows."""
+    """The grid of blocks: the number of chunks of a row, and of blocks for each chunk."""
     return pl.cdiv(hidden, team.width), pl.cdiv(programs, team.count)
 
 
 def reducing_team(team: Team, hidden: int) -> Team:
-    """The team for the program that adds the pieces of cut rows, in float32."""
+    """The team for programs that add the pieces of cut rows, in float32."""
     if team.threads < _THREADS:
         return team
     return Team(_THREADS, *chunk_of(hidden, REDUCE_CHUNK, 4))
 
 
 def chunk_of(hidden: int, most: int, itemsize: int) -> tuple[int, int]:
-    """Elements of a row that a program takes, and that a thread accesses at once.
+    """Elements of a row that a program takes, and elements that a thread accesses at once.
 
     The first is a multiple of 128. It is chosen so that all programs together take the
     fewest elements and, among equals, so that there are the fewest programs.
@@ -117,7 +117,7 @@ def chunk_of(hidden: int, most: int, itemsize: int) -> tuple[int, int]:
 
 
 def columns_of(hidden: int, chunk: int):
-    """The columns of a program: always a whole chunk, so the last two may overlap."""
+    """The columns of a program. It has a whole chunk, so the last two chunks may overlap."""
     start = lax.axis_index("chunk") * chunk
     if hidden % chunk:
         start = jnp.minimum(start, hidden - chunk)
@@ -125,7 +125,7 @@ def columns_of(hidden: int, chunk: int):
 
 
 def compiler_params() -> plgpu.CompilerParams:
-    """Compiler parameters of programs that gather or move rows."""
+    """Compiler parameters of programs that gather or update rows."""
     return plgpu.CompilerParams(
         # No program reads memory that it or another program has written.
         unsafe_no_auto_barriers=True,
@@ -135,10 +135,10 @@ def compiler_params() -> plgpu.CompilerParams:
 
 
 def _by_period(place: jax.Array, programs: int, config: Config) -> jax.Array:
-    """The program that takes a place in the order in which they run."""
+    """The program number for a position in the order in which programs run."""
     if not config.period:
         return place
-    # So many programs have a whole number of periods. Each begins elsewhere in its period.
+    # This many programs have a whole number of periods. Each begins elsewhere in its period.
     common = math.gcd(config.period, config.entries)
     stride = config.period // common
     turns = programs // stride
@@ -178,14 +178,14 @@ def sum_body(
         last entry, and the result of `ready` for that entry.
       read_ahead: function that is called for each entry when its row of `w` is loaded, with the
         columns and the entry's values.
-      ready: function that is called for each entry when all of them are read, with the entry's
-        values and the result of `read_ahead`. Teams of a warp do it together; each calls
+      ready: function that is called for each entry when all values are read, with the entry's
+        values and the result of `read_ahead`. The teams of a warp call it together; each calls
         `store` alone.
       load: function that is called with the columns and an index, and returns the values that
         are read for it; by default the row of `w`.
       value: function that computes the row to sum from the result of `load`. All values that
         are needed at once are read first.
-      team: the threads that this is a program of.
+      team: the threads of the program.
     """
     nse, num_rows = entries_gmem[0].shape[0], indptr_gmem.shape[0] - 1
     programs = cut_rows_gmem.shape[1]
@@ -202,11 +202,11 @@ def sum_body(
         cut_rows_gmem[0, p] = -1
 
     def rows_of(entries):
-        """The rows that hold the entries."""
+        """The rows to which the entries belong."""
         length = nse // num_rows
         if length * num_rows != nse:
             return search_rows(entries)
-        # Where all rows have the same length, the rows are known.
+        # If all rows have the same length, no search is needed.
         rows = [div(entry, length) for entry in entries]
         found = functools.reduce(
             jnp.logical_and,
@@ -218,7 +218,7 @@ def sum_body(
         return lax.cond(found, lambda: tuple(rows), lambda: search_rows(entries))
 
     def search_rows(entries):
-        """Searches them. Eight parts a step: few trips to memory."""
+        """Searches the rows of entries. A step has eight parts, so that few reads are serial."""
         width, steps = 1, 0
         while width < num_rows:
             width, steps = width * _WAYS, steps + 1
@@ -245,7 +245,7 @@ def sum_body(
         return tuple(lax.fori_loop(0, steps, narrow, start)[1:])
 
     def row_of(entry, low, high):
-        """The row in [low, high) that holds the entry. Short code for a rare case."""
+        """The row in [low, high) to which the entry belongs. Short code for a rare case."""
 
         def halve(bounds):
             low, high = bounds
@@ -257,7 +257,7 @@ def sum_body(
 
     @pl.when((p < programs) & (begin < stop))
     def _entries():
-        # Row a holds the first entry of the range, row b the last one. This program sums
+        # Row a has the first entry of the range, row b the last one. This program sums
         # the entries [first, last).
         row_a, row_b = rows_of([begin, stop - 1])
         start_a, end_a = indptr_gmem[row_a], indptr_gmem[row_a + 1]
@@ -293,8 +293,8 @@ def sum_body(
         def end_of(row):
             return indptr_gmem[jnp.minimum(row + 1, num_rows)]
 
-        # `end` is where the row ends, or its piece in this program. `following` is where
-        # the next row ends, loaded ahead. `bad` is NaN if an index of the row is out of
+        # `end` is where the row, or its piece in this program, ends. `following` is where
+        # the next row ends, loaded in advance. `bad` is NaN if an index of the row is out of
         # bounds, else 0.
         def end_row(position, last_entry, row, end, following, bad, acc):
             def search():
@@ -335,7 +335,7 @@ def sum_body(
             loaded = [load_row(i) for i in safe]
             each = [tuple(values[u] for values in entries) for u in range(unroll)]
             ahead = [read_ahead(columns, entry) for entry in each]
-            # Loaded ahead: an index takes as long to arrive as a row.
+            # Loaded in advance: an index takes as long to arrive as a row.
             upcoming = lax.cond(
                 position + unroll < last,
                 lambda: load_entries(position + unroll),
@@ -358,7 +358,7 @@ def sum_body(
 
             def several_rows():
                 # Entries past the last one are copies of it. They are added after the
-                # last row has ended, so they reach no result.
+                # last row has ended, so they do not change any result.
                 state = row, end, following, bad, acc
                 for u in range(unroll):
                     *place, worst, total = state
@@ -369,7 +369,7 @@ def sum_body(
                 return state
 
             def row_each():
-                # The last entry is left to `end_row`.
+                # `end_row` adds the last entry.
                 for u in range(unroll - 1):
                     store(row + u, columns, term(u), each[u], ahead[u])
                 new = row + unroll - 1

@@ -2,7 +2,7 @@
 
 The gradient of a row is the sum of the rows of `dy` that its entries name, as in
 `gather_matmul`. When such a sum is complete, the program reads the row and its state,
-moves them, and writes them back. It does not write the gradient to memory.
+updates them, and writes them back. It does not write the gradient to memory.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from pallas_kernels.row_sums import (
 )
 from pallas_kernels.teams import Team, on_teams, team_for
 
-# Moves a row: (its arrays, its gradient, missed steps if it catches up itself, scalars, the
-# mean over a row) -> its new arrays.
+# Updates a row: (the row of each array, its gradient, its missed steps or none, scalars, a
+# function for the mean over a row) -> the new row of each array.
 Mean = Callable[[jax.Array], jax.Array]
 Update = Callable[
     [list[jax.Array], jax.Array, jax.Array | None, list[jax.Array], Mean],
     Sequence[jax.Array],
 ]
 
-# Programs that a batch is cut into, if it is large enough. Twice as many make a batch of
+# Number of programs for a large batch. Twice as many make a batch of
 # 100,000 entries slower: more pieces of popular rows remain to be added.
 _PROGRAMS = 4_096
 
 
 def default_config(hidden: int, nse: int, by_row: bool = False) -> Config:
-    """None that was tried is faster, on an H200 with jax 0.11.2."""
+    """The fastest configuration that was tried on an H200, jax 0.11.2."""
     chunk = 256 if hidden <= 256 else 512
     entries = entries_for(nse, _PROGRAMS)
     if (by_row or takes_narrow(hidden)) and (team := team_for(hidden, 4)):
@@ -57,10 +57,10 @@ def default_config(hidden: int, nse: int, by_row: bool = False) -> Config:
 
 
 def takes(hidden: int, by_row: bool = False) -> bool:
-    """Whether `row_update` takes rows of `hidden` elements.
+    """Whether `row_update` supports rows with `hidden` elements.
 
     Args:
-      hidden: elements of a row.
+      hidden: number of elements of a row.
       by_row: whether the update needs whole rows.
     """
     if by_row and team_for(hidden, 4) is None:
@@ -83,7 +83,7 @@ def row_update(
     place: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None = None,
     config: Config | None = None,
 ) -> list[Float[Array, "num_rows _"]]:
-    """Moves rows of a kernel and its state, in place if they are donated.
+    """Updates rows of a kernel and its state, in place if they are donated.
 
     ::
 
@@ -95,9 +95,9 @@ def row_update(
 
     Args:
       update: function that works element by element, in float32, on pieces of a row. Arrays
-        that it makes itself must be scalars. If an array has one number a row, `update` gets
-        whole rows, that number as a scalar, and a function that gives the mean over a row.
-      arrays: kernel and state, float32 or bfloat16, `[num_rows, hidden]`, as far as `takes`
+        that it creates must be scalars. If an array has one number a row, `update` gets
+        whole rows, that number as a scalar, and a function that computes the mean over a row.
+      arrays: kernel and state, float32 or bfloat16, `[num_rows, hidden]`, with sizes that `takes`
         allows; an array of the state may be `[num_rows, 1]`.
       data: values, or None if every entry is 1.
       rows: int32, each in `[0, batch)`.
@@ -108,15 +108,15 @@ def row_update(
       lags: missed steps of each touched row, at its last entry, which `update` gets as float32;
         or None.
       dy: float32 or bfloat16.
-      scalars: further numbers that `update` gets, shared by all rows.
-      table: table of missed steps, whose lines bring rows up to date, and numbers shared by all
-        rows, see `catch_up`. `update` then gets no `lag_u`.
+      scalars: further numbers that `update` gets, common to all rows.
+      table: function, table and shared numbers by which rows are brought up to date, see
+        `catch_up`. `update` then gets no `lag_u`.
       place: key (`Noise.key`) by which bfloat16 arrays are rounded at random, and number of the
         arrays' first row. Without it they are rounded to nearest.
-      config: how the work is cut; see `gather_matmul`.
+      config: how the work is divided; see `gather_matmul`.
 
     Raises:
-      ValueError: shapes or dtypes that the GPU program does not take.
+      ValueError: the GPU program does not support these shapes or dtypes.
     """
     hidden, nse = dy.shape[1], rows.shape[0]
     by_row = any(array.shape[1] == 1 for array in arrays)
@@ -132,9 +132,9 @@ def row_update(
         return list(arrays)
     if config is None:
         config = default_config(hidden, nse, by_row)
-        if table is not None:  # a row has more registers, and more code
+        if table is not None:  # a row needs more registers and code
             config = dataclasses.replace(config, unroll=min(config.unroll, 4))
-            # Fewer teams of a warp move rows one after the other: of 16, 32 us -> 23.
+            # With fewer teams in a warp, fewer rows are updated in sequence: for 16, 32 us -> 23.
             if config.threads == 4:
                 config = dataclasses.replace(config, threads=8)
 
@@ -156,7 +156,7 @@ def row_update(
 
 
 def _moved(team: Team, update, catch_up, operands, valued, lagged, config):
-    """The arrays after `row_update` by such teams."""
+    """The arrays after `row_update` by one kind of team."""
     (indptr, dy), entries, tables, scalars, noise, arrays = operands
     given = *tables, *scalars, *noise
     hidden, programs = dy.shape[1], pl.cdiv(entries[0].shape[0], config.entries)
@@ -169,7 +169,7 @@ def _moved(team: Team, update, catch_up, operands, valued, lagged, config):
         entries_gmem, numbers_gmem, arrays_gmem = _split(refs, len(entries), len(given))
 
         def read_ahead(columns, entry):
-            """Loads the row that is to be moved, at the last entry of its gradient."""
+            """Loads the row to be updated, at the last entry of its gradient."""
             target = entry[-len(extras)]
             return jax.lax.cond(
                 target >= 0,
@@ -178,7 +178,7 @@ def _moved(team: Team, update, catch_up, operands, valued, lagged, config):
             )
 
         def ready(entry, old):
-            """The row as it is now. Teams of a warp work on theirs together."""
+            """The row, up to date. The teams of a warp compute theirs together."""
             if catch_up is None:
                 return old
             target, lag = entry[-2:]
@@ -248,7 +248,7 @@ def _moved(team: Team, update, catch_up, operands, valued, lagged, config):
 
 @dataclasses.dataclass(frozen=True)
 class _Mover:
-    """How a team moves a row.
+    """How a team updates a row.
 
     Attributes:
       team: team that has the row, or a piece of it.
@@ -256,7 +256,7 @@ class _Mover:
       catch_up: function that brings a row up to date by a table of missed steps; None without
         one.
       by_row: whether some arrays have one number a row.
-      num_scalars: how many numbers `update` gets, before those that round at random.
+      num_scalars: number of scalars for `update`, which come before those for random rounding.
     """
 
     team: Team
@@ -266,7 +266,7 @@ class _Mover:
     num_scalars: int
 
     def read(self, arrays_gmem, target, columns):
-        """Row `target` of the arrays; of an array with one number a row, that number."""
+        """Row `target` of the arrays; for an array with one number a row, that number."""
         return [
             ref[target, 0]
             if ref.shape[1] == 1
@@ -275,7 +275,7 @@ class _Mover:
         ]
 
     def nothing(self, arrays_gmem):
-        """Zeros, with the types of `read`."""
+        """Zeros with the types that `read` returns."""
         return [
             (jnp.float32(0) if ref.shape[1] == 1 else self.team.splat(0)).astype(
                 ref.dtype
@@ -284,22 +284,22 @@ class _Mover:
         ]
 
     def wide(self, old):
-        """The row that `read` gave, in float32."""
+        """The row that `read` returned, in float32."""
         return [row.astype(jnp.float32) for row in old]
 
     def caught_up(self, numbers_gmem, old, lag):
-        """The row that `read` gave, after the steps that it has missed, in float32."""
+        """The row that `read` returned, after the steps that it has missed, in float32."""
         assert self.catch_up is not None
         (table_gmem, shared_gmem), *_ = self._numbers(numbers_gmem)
         line = line_of(table_gmem, lag)
         return list(self.catch_up(self.wide(old), line, shared_of(shared_gmem)))
 
     def _numbers(self, numbers_gmem):
-        """Table and shared numbers, if any; scalars; and key and first row, if any."""
+        """Table and shared numbers, if any; scalars; then key and first row, if any."""
         return _split(numbers_gmem, 0 if self.catch_up is None else 2, self.num_scalars)
 
     def move(self, arrays_gmem, numbers_gmem, columns, old, gradient, extra):
-        """Writes the row that `extra` names, from the row as it is and the gradient."""
+        """Computes the row that `extra` names from the old row and the gradient, and writes it."""
         _, scalars_gmem, noise_gmem = self._numbers(numbers_gmem)
         target, *lag = extra
         number = (lambda value: value) if self.by_row else self.team.splat

@@ -5,8 +5,8 @@
     scores[b, i] = h[b] . kernel[i]        h [batch, hidden], kernel [items, hidden]
 
 Four warpgroups share a tile of 128 rows and 256 items, or of 64 rows and 512 items; each has
-64 rows and 128 items (`matmul_tiles`). When its scores are complete, an `epilogue` turns them
-into something smaller.
+64 rows and 128 items (`matmul_tiles`). When its scores are complete, an `epilogue` reduces
+them to a smaller result.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ TILE_ITEMS = 256  # items of a program's tile
 WARPGROUPS = 4  # two by two
 COLUMNS = TILE_ITEMS // 2  # items of a warpgroup
 WIDE_ITEMS = WARPGROUPS * COLUMNS  # items of a program's tile of 64 rows
-_WIDE_STAGES = 3  # steps of such tiles that shared memory has room for
-# This many tiles of items are worked on side by side: they and `h` stay in the cache.
+_WIDE_STAGES = 3  # steps of such tiles that fit in shared memory
+# This many tiles of items are computed in parallel: they and `h` stay in the cache.
 _WIDTH = 8
 
 
 def rounded_items(size: int) -> int:
-    """A number of items rounded up to whole tiles; if it is no small one, to wide tiles."""
+    """Rounds a number of items up to whole tiles; a large number to whole wide tiles."""
     tile = TILE_ITEMS if size <= TILE_ITEMS else WIDE_ITEMS
     return -(-size // tile) * tile
 
 
 def rows_for(batch: int, items: int) -> int:
-    """Rows that a batch is filled up to: 64 for few, whose tiles then have 512 items.
+    """The number of rows to which a batch is padded: 64 for few, whose tiles have 512 items.
 
     Args:
-      batch: its rows.
-      items: number of items in each call, of which wide tiles need a multiple of 512.
+      batch: number of rows of the batch.
+      items: number of items in each call; wide tiles need a multiple of 512.
     """
     if batch <= ROWS and items % WIDE_ITEMS == 0:
         return ROWS
@@ -63,11 +63,11 @@ def unsupported(
     dtype: jax.typing.DTypeLike,
     wanted: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> str | None:
-    """The fault of such operands, as the end of a sentence; None if there is none.
+    """The fault of such operands, as the end of a sentence; None if they can be used.
 
     Args:
-      hidden: numbers of a row.
-      items: rows of the kernel.
+      hidden: number of elements of a row.
+      items: number of rows of the kernel.
       dtype: dtype of both operands.
       wanted: dtype that both operands must have.
     """
@@ -97,8 +97,8 @@ def score_tiles(
     """Calls `epilogue` on all tiles of `h` and rows `start ...` of `kernel`.
 
     `epilogue(make, row, column, warpgroup, scalars, inputs, outputs, scratch)` gets
-    references, and a function `make` that makes the scores `[64, COLUMNS]`: float32, or
-    int32 of int8 operands. The first score belongs to `row` and item `start + column`.
+    references, and a function `make` that computes the scores `[64, COLUMNS]`: float32, or
+    int32 for int8 operands. The first score belongs to `row` and item `start + column`.
     Data that the epilogue loads before it calls `make` has arrived when the scores are
     complete.
 
@@ -107,12 +107,12 @@ def score_tiles(
       epilogue: function that uses the scores of a tile; its arguments are above.
       h: the number of rows is a multiple of 128, or 64 as `rows_for` says.
       kernel: a row for each item, with a shape and dtype that `unsupported` allows.
-      scalars: int32, handed to the epilogue.
+      scalars: int32 numbers, passed to the epilogue.
       inputs: arrays in global memory, or references to arrays that the epilogue changes.
       out_type: shapes and dtypes of the arrays that the epilogue writes.
       start: first item.
       size: number of items, a multiple of 256; for 64 rows, of 512.
-      scratch: shared memory of the epilogue. The tiles of 64 rows leave room for 8 KB.
+      scratch: shared memory of the epilogue. With tiles of 64 rows, 8 KB are free.
     """
     batch, hidden = h.shape
     is_wide = batch == ROWS

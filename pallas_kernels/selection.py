@@ -1,12 +1,12 @@
-"""Which of a row's numbers are its largest: a Mosaic GPU program, and JAX around it.
+"""The positions of each row's largest numbers: a Mosaic GPU program, and JAX around it.
 
 ::
 
-    number    7 1 8 9 3 ... | 3 2 8 0 6 ...       k is 4, and 6 parts the row
-    above     1 0 1 1 0 ... | 0 0 1 0 0 ...       larger than 6, as bits of words
-    equal     0 0 0 0 0 ... | 0 0 0 0 1 ...       equal to 6, taken if `above` has too few
+        number    7 1 8 9 3 ... | 3 2 8 0 6 ...       k is 4, and 6 divides the row
+        above     1 0 1 1 0 ... | 0 0 1 0 0 ...       larger than 6, as bits of words
+        equal     0 0 0 0 0 ... | 0 0 0 0 1 ...       equal to 6, taken if `above` has too few
 
-To sort only 512 numbers takes a GPU longer than all of this.
+    Sorting only 512 numbers takes a GPU longer than all of this.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _PIECE = 64 * _LANES  # numbers that a warpgroup keeps in registers
 _LEAST, _LARGEST = -(2**31), 2**31 - 1
 _INFINITY = 0x7F800000  # as bits
 _WORDS = 8  # words whose bits are counted together
-# More numbers of a row are put into groups of neighbours, so that each pass over the
-# remaining ones stays in registers.
+# If a row has more numbers, they are put into groups of neighbours, so that each pass over the
+# remaining numbers stays in registers.
 _MANY, _GROUP = 2 * _PIECE, 32
 
 
 def best_places(
     numbers: Float[Array, "batch count"], k: int
 ) -> Int[Array, "batch places"]:
-    """Places of the `k` largest numbers of each row, or of all if there are fewer.
+    """Positions of the `k` largest numbers of each row, or of all if there are fewer.
 
-    The places are in rising order. Of equal numbers the first ones are taken. NaN counts
+    The positions are ascending. Of equal numbers the first ones are taken. NaN counts
     as the largest number.
     """
     batch, count = numbers.shape
@@ -59,7 +59,7 @@ def best_places(
     ends = jnp.cumsum(counts, axis=2)
     missing = k - ends[0, :, -1:]
     ended = ends[0] + jnp.minimum(ends[1], missing)
-    # To find the n-th place: first the group of words that holds it, then its word.
+    # The n-th position is found by its group of words first, then by its word.
     n = jnp.arange(k, dtype=jnp.int32)[None]
     at = jnp.sum(ended[:, None] <= n[:, :, None], axis=2, dtype=jnp.int32)
     above_before, equal_before = (pick(x, at) for x in ends - counts)
@@ -84,7 +84,7 @@ def best_places(
 def best_places_inside(
     maxima: Float[Array, "batch groups"], numbers: Float[Array, "batch count"], k: int
 ) -> Int[Array, "batch places"]:
-    """The result of `best_places`, given the maxima of groups of neighbours.
+    """`best_places` of the numbers, given the maxima of groups of neighbours.
 
     The k best numbers are in the k best groups, so only these groups are searched.
     """
@@ -97,7 +97,7 @@ def best_places_inside(
 def members(
     groups: Int[Array, "batch groups"], size: int
 ) -> Int[Array, "batch places"]:
-    """Places of the `size` members of each group."""
+    """Positions of the `size` members of each group."""
     within = jnp.arange(size, dtype=jnp.int32)[None, None]
     return (groups[:, :, None] * size + within).reshape(groups.shape[0], -1)
 
@@ -108,7 +108,7 @@ def pick(
     size: int = 1,
 ) -> Shaped[Array, "batch places"]:
     """The `size` members of some groups of each row."""
-    # From a flat array: `take_along_axis` would first write its indices to memory.
+    # Gathered from a flat array: `take_along_axis` would first write its indices to memory.
     batch, count = array.shape
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None] * (count // size)
     flat = array.reshape(-1, size).at[rows + groups]
@@ -120,13 +120,13 @@ def _num_bits(words: jax.Array) -> jax.Array:
 
 
 def _first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
-    """The words with only the n lowest of their set bits."""
+    """The words with only the lowest n of their set bits."""
     below = jnp.left_shift(jnp.uint32(1), _nth_bit(words, n).astype(jnp.uint32)) - 1
     return jnp.where(n >= _num_bits(words), words, words & below)
 
 
 def _nth_bit(words: jax.Array, n: jax.Array) -> jax.Array:
-    """The place of the set bit that has n set bits below it."""
+    """The position of the set bit that has n set bits below it."""
     place = jnp.zeros_like(n)
     for width in (16, 8, 4, 2, 1):
         low = words & jnp.uint32((1 << width) - 1)
@@ -139,18 +139,18 @@ def _nth_bit(words: jax.Array, n: jax.Array) -> jax.Array:
 
 
 def in_order(numbers: Float[Array, "..."]) -> Int[Array, "..."]:
-    """int32 in the order of the numbers. NaN is the largest; 0 and -0 are equal."""
+    """int32 numbers with the order of the floats. NaN is the largest; 0 and -0 are equal."""
     bits = lax.bitcast_convert_type(numbers, jnp.int32)
     bits = jnp.where(bits < 0, _LEAST - bits, bits)
-    # In Mosaic the result of `where` is signed only if its second operand is.
+    # Mosaic takes the result of `where` to be signed only if its second operand is.
     return jnp.where(jnp.abs(bits) <= _INFINITY, bits, _LARGEST)
 
 
 def parting(numbers: Float[Array, "batch count"], k: int) -> Int[Array, "batch"]:
-    """For each row a number, `in_order`, that parts its `k` largest from the others.
+    """For each row a number, `in_order`, that divides its `k` largest from the others.
 
     At most `k` numbers of the row are larger, and at least `k` are as large or larger. The
-    parting number is found bit by bit, by counting; it need not occur in the row. A program
+    number is found bit by bit, by counting; it need not occur in the row. A program
     has one row and counts in registers.
     """
     batch, count = numbers.shape
@@ -163,7 +163,7 @@ def parting(numbers: Float[Array, "batch count"], k: int) -> Int[Array, "batch"]
         row = lax.axis_index("row")
 
         def load(first):
-            # A piece may be longer than the row: numbers of other rows do not count.
+            # A piece may extend beyond the row: numbers of other rows do not count.
             start = row * count + first
             shift = jnp.maximum(start + piece - flat.shape[0], 0)
             at = numbers_gmem.at[pl.ds(start - shift, piece)]

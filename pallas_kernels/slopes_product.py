@@ -1,13 +1,13 @@
-"""Slopes of an output layer's loss, and from the same tiles their product with the kernel.
+"""Score gradients of an output layer's loss, and their product with the kernel.
 
 ::
 
     slopes  = function(scores)          [batch, size]
     product = slopes kernel             [batch, hidden], the gradient of h
 
-As in attention, slopes are multiplied where they are made, and the kernel is read once for
+As in attention, slopes are multiplied when they are computed, and the kernel is read once for
 both products. The `[64, hidden]` sums of the product stay in the registers of a warpgroup.
-The registers that are left hold 128 scores of each row. While one warpgroup works on its
+The remaining registers have 128 scores of each row. While one warpgroup processes its
 scores, the products of the other warpgroup are computed.
 """
 
@@ -38,10 +38,10 @@ from pallas_kernels.score_tiles import COLUMNS, TILE_ROWS
 MAX_HIDDEN = 256
 _WARPGROUPS = TILE_ROWS // ROWS
 _TILES = 2  # tiles of the kernel's rows in shared memory
-# The odds of this many tiles are multiplied before a logarithm is taken. Each tile gives 16
+# The odds of this many tiles are multiplied before a logarithm is taken. Each tile has 16
 # factors of at most 2.
 _TILES_OF_ODDS = 4
-# Registers of a thread that computes, and of one that copies; see `matmul_tiles`.
+# Registers of a thread that computes, and of a thread that copies; see `matmul_tiles`.
 _REGISTERS = 240, 24
 
 
@@ -63,15 +63,15 @@ def slopes_product(
     Float[Array, "batch size"] | None,
     Float[Array, "parts batch hidden"],
 ]:
-    """`output_loss.slopes`, and `slopes kernel` in parts that the caller has to add.
+    """Computes `output_loss.slopes`, and `slopes kernel` in parts that the caller has to add.
 
     The arguments are those of `slopes`; `hidden` is at most `MAX_HIDDEN`. The values are
     summed over the items of each part. Without `with_slopes`, the slopes are not written,
-    and None is returned for them; tiles from `limit` on then cost nothing.
+    and None is returned for them; tiles from `limit` on then take no time.
     """
     batch, hidden = h.shape
     down, across = batch // TILE_ROWS, size // COLUMNS
-    # There are several only if each program then has one part of one tile of rows.
+    # There are several parts only if each program then has one part of one tile of rows.
     parts = max(1, min(num_programs() // down, across))
     layer = ItemLayer(bias, None)
     of_labels = label_arrays(labels)
@@ -88,16 +88,16 @@ def slopes_product(
         sums_type = plgpu.ACC((ROWS, COLUMNS))
         count = across
         if not with_slopes:
-            # Two or more, so that a program has had tiles in all slots; see `tile`.
+            # At least two, so that a program has had tiles in all slots; see `tile`.
             inside = div(jnp.maximum(end - first, 0) + COLUMNS - 1, COLUMNS)
             count = jnp.clip(inside, min(across, max(_TILES, parts)), across)
 
         def each_part(function):
             """Calls `function(row, part, steps, again, tile)` with each part of a program.
 
-            `again` says whether shared memory held other rows of `h` before. `tile(j)` is
+            `again` is true if shared memory had other rows of `h` before. `tile(j)` is
             the first column of the part's tile j, its slot in shared memory, and whether
-            the slot held another tile before.
+            the slot had another tile before.
             """
 
             @plgpu.nd_loop((down * parts,), collective_axes="program")
@@ -152,14 +152,14 @@ def slopes_product(
                     return epilogue.labels(first_row, column, inputs_gmem)
 
                 def score(sums, j):
-                    """Starts the product that makes the scores of a tile."""
+                    """Starts the product that computes the scores of a tile."""
                     _, slot, _ = tile(j)
 
                     @pl.when(j < steps)
                     def _():
                         plgpu.barrier_wait(full.at[slot])
 
-                    # After the last tile: of whatever is in the slot. Nothing uses it.
+                    # After the last tile the slot has arbitrary data, whose product is not used.
                     items = kernel_smem.at[slot].transpose((1, 0))
                     plgpu.wgmma(sums, h_smem.at[mine], items)
 

@@ -1,4 +1,4 @@
-"""Threads that work on one row together, as GPU programs divide a block into them.
+"""Teams of threads that process one row together; a block of a GPU program has several.
 
 ::
 
@@ -7,9 +7,9 @@
                           one load of a warp: 8 rows of 64 bytes
 
 A program of Mosaic GPU is written for a warpgroup. Here it is written for a team, which may
-be a few lanes of a warp. A layout says where the elements of the team's row lie. All that
-Mosaic takes for a number, such as the number of a row, may differ from team to team. So the
-teams of a warp branch each for itself, and no barrier may stand in their code.
+be a few lanes of a warp. A layout says which thread has which elements of the team's row.
+Scalars for Mosaic, such as the number of a row, may differ between teams. So the
+teams of a warp branch separately, and their code must not contain a barrier.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from pallas_kernels import mosaic as plgpu
 
 _BLOCK = 128  # threads of a block: a warpgroup
 _WARP = 32
-_MOST = 16  # elements of a row that a lane may have: they are its registers
-_BYTES = 16  # that a lane accesses at once
+_MOST = 16  # most elements of a row in a lane, as they are in its registers
+_BYTES = 16  # most bytes that a lane accesses at once
 
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """Threads that work on one row, or on a piece of it.
+    """Threads that process one row, or a piece of it.
 
     Attributes:
-      threads: a warpgroup, or a power of 2 up to 32.
-      width: elements of the row or piece; a multiple of `threads * vec`.
+      threads: number of threads: a warpgroup's 128, or a power of 2 up to 32.
+      width: number of elements of the row or piece; a multiple of `threads * vec`.
       vec: elements that a thread accesses at once.
       alone: whether it is the only team of its block.
     """
@@ -47,18 +47,18 @@ class Team:
 
     @property
     def count(self) -> int:
-        """Teams of a block."""
+        """The number of teams in a block."""
         return 1 if self.alone else _BLOCK // self.threads
 
     @property
     def layout(self):
-        """Where the elements of the row lie in the registers of the team's threads."""
+        """The layout of the row's elements in the registers of the team's threads."""
         if self.threads == _BLOCK:
             return plgpu.Layout.WG_STRIDED((self.width,), vec_size=self.vec)
         tiles, lanes = [(self.vec,)], []
         if self.threads > 1:
             tiles, lanes = [(self.threads * self.vec,), *tiles], [-2]
-        if self.threads < _WARP:  # Mosaic takes the other teams for copies of this one
+        if self.threads < _WARP:  # Mosaic treats other teams as copies of this one
             lanes = [plgpu.Replicated(_WARP // self.threads), *lanes]
         return plgpu.Layout.TILED(
             plgpu.Tiling(tuple(tiles)),
@@ -77,20 +77,20 @@ class Team:
         return block * self.count + thread_over(self.threads)
 
     def splat(self, value: jax.typing.ArrayLike) -> jax.Array:
-        """A row of which each element is `value`."""
+        """A row whose elements are all `value`."""
         full = jnp.full((self.width,), value, jnp.float32)
         return plgpu.layout_cast(full, self.layout)
 
     def columns(self) -> jax.Array:
-        """The place of each element in the row."""
+        """The column of each element of the row."""
         return plgpu.broadcasted_iota(jnp.int32, (self.width,), 0, layout=self.layout)
 
     def load(self, ref) -> jax.Array:
-        """The row in memory."""
+        """Loads the row from memory."""
         return plgpu.load(ref, layout=self.layout, optimized=False)
 
     def elements(self, row: jax.Array) -> list[jax.Array]:
-        """The elements of a row that one thread has, as numbers."""
+        """The elements of a row that one thread has, as scalars."""
         if self.count == 1:
             return [row[i] for i in range(self.width)]
         from pallas_kernels.lanes import elements_of  # imports Mosaic GPU
@@ -109,8 +109,8 @@ class Team:
 def team_for(width: int, itemsize: int, threads: int | None = None) -> Team | None:
     """The team for whole rows of `width` elements; None if they are too long or uneven.
 
-    It has as many lanes as can each access 16 bytes, or `threads` if so many can share the
-    row. If the lanes would get too many elements, they access fewer bytes at once.
+    It has as many lanes as can access 16 bytes each, or `threads` if so many lanes can share the
+    row. If the lanes would have too many elements, they access fewer bytes at once.
     """
     vec = _BYTES // itemsize
     while vec:
@@ -122,9 +122,9 @@ def team_for(width: int, itemsize: int, threads: int | None = None) -> Team | No
 
 
 def on_teams(program: Callable, team: Team, *operands):
-    """`program(team, *operands)`.
+    """Calls `program(team, *operands)`.
 
-    Interpreted, on a CPU, a block has one team. There are no lanes to tell apart.
+    In the interpreter, on a CPU, a block has one team, as there are no lanes.
     """
     if team.count == 1:
         return program(team, *operands)

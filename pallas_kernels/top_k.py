@@ -1,9 +1,9 @@
-"""The best of all scores, without storing the scores: Mosaic GPU programs for Hopper.
+"""The best items without storing all scores: Mosaic GPU programs for Hopper.
 
-`maxima` makes scores in registers (`score_tiles`) and keeps the largest of each group of 16
+`maxima` computes scores in registers (`score_tiles`) and keeps the largest of each group of 16
 neighbours. `scores_of_groups` computes the scores of the chosen groups a second time. They
-have the same bits, because `wgmma` sums a product in the same order wherever it stands. If
-that would take longer than to write all scores and read some, `maxima` also writes them.
+have equal bits, because `wgmma` sums each product in the same order. If
+that takes longer than writing all scores and reading some, `maxima` also writes them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pallas_kernels.output_loss import ItemLayer, listed, load_labels, word_and_
 from pallas_kernels.selection import members, pick
 
 GROUP = 16
-BLOCK = tiles.COLUMNS  # a warpgroup makes the maximum of this many items
+BLOCK = tiles.COLUMNS  # items of which a warpgroup computes a maximum
 _GROUPS = BLOCK // GROUP
-# Groups whose scales and biases are loaded ahead, if they come from global memory.
+# Groups whose scales and biases are loaded in advance, if they come from global memory.
 _AHEAD = range(0, 2 * GROUP, GROUP)
 _STORE = 32  # columns that are written at once: 128 bytes
 
@@ -42,15 +42,15 @@ def maxima(
     with_scores: bool,
     margins: tuple[Float[Array, "batch"], Float[Array, "batch"]] | None = None,
 ) -> list[Float[Array, "batch _"]]:
-    """Maxima of the scores of items `start .. start + size - 1`: of each 16, of each 128.
+    """Maxima of the scores of items `start .. start + size - 1`: of each 16 and each 128 items.
 
     ::
 
         score_bi = (h_b . kernel_i) scale_i + bias_i
         score_bi = (h_b . kernel_i + margin_b) unit_b scale_i + bias_i       with int8
 
-    A score is -inf where the bias is -inf, where `words` has a bit, and where there is no
-    item. A maximum of NaN and other numbers is NaN.
+    A score is -inf if the bias is -inf, if `words` has a bit for it, or if there is no
+    item. The maximum of NaN and other numbers is NaN.
 
     Args:
       h: bfloat16 or int8; `score_tiles.rows_for` gives the number of rows.
@@ -58,10 +58,10 @@ def maxima(
         allows.
       bias: float32 or None.
       scale: float32 or None.
-      words: bits of the items to leave out, counted, see `output_loss.label_words`; or None.
+      words: bits of the items to exclude, counted, see `output_loss.label_words`; or None.
       start: first item.
       size: number of items, a multiple of 256.
-      limit: row of the kernel from which on there are no items.
+      limit: rows of the kernel from this one on are no items.
       with_scores: whether to return all scores in place of the maxima of each 128. Then the
         number of rows is a multiple of 128.
       margins: for int8 the margin and the unit of each row, float32; None for bfloat16.
@@ -78,12 +78,12 @@ def maxima(
         labels = [load_labels([ref], row, column) for ref in words_refs]
         rows = [tiles.row_vector(ref, row) for ref in rows_refs]
         item = first + column
-        if with_scores:  # which leave no room in shared memory
+        if with_scores:  # the scores take all shared memory
             ahead = [layer.load(layer_refs, item + c, GROUP) for c in _AHEAD]
             products = make()
         else:
-            # The numbers of a group would be waited for at each group. So a thread loads one
-            # number of each vector while products are made, and all read them from there.
+            # Loading the numbers of a group when they are needed would be slow. So a thread loads
+            # one number of each vector during the products, and all threads read them from there.
             mine = [tiles.one_each(ref, item, BLOCK) for ref in layer_refs]
             products = make()
             layer_refs = [smem.at[warpgroup, n] for n in range(len(mine))]
@@ -108,11 +108,11 @@ def maxima(
 
         def finish(masked, words):
             operands = products, words
-            if masked:  # see `output_loss.slopes`
+            if masked:  # as in `output_loss.slopes`
                 operands = lax.optimization_barrier(operands)
             places = tiles.column_numbers(_GROUPS)
             largest = places.astype(jnp.float32)
-            # The numbers of some groups are loaded while those before them are worked on.
+            # The numbers of later groups are loaded while earlier groups are computed.
             coming = [*ahead] or [layer.load(layer_refs, item, GROUP)]
             further = GROUP * len(coming)
             for c in range(0, BLOCK, _STORE):
@@ -127,7 +127,7 @@ def maxima(
                     largest = jnp.where(places == i // GROUP, here, largest)
                 if not with_scores:
                     continue
-                # An earlier copy must have read what was there.
+                # An earlier copy from the buffer must have ended.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 smem[warpgroup] = lax.concatenate(pieces, 1)
                 plgpu.commit_smem()
@@ -141,7 +141,7 @@ def maxima(
 
         words = [each for each, _ in labels]
         is_rare, usual = first + column + BLOCK > end, words
-        if not with_scores:  # of many items, most tiles have none that is left out
+        if not with_scores:  # with many items, most tiles have no excluded item
             usual = []
             for _, counts in labels:
                 is_rare |= sum(counts) > 0
@@ -188,11 +188,11 @@ def scores_of_groups(
     start: jax.typing.ArrayLike,
     limit: jax.typing.ArrayLike,
 ) -> Float[Array, "batch scores"]:
-    """All scores of the given groups; `maxima` gives only the largest of each group.
+    """All scores of the given groups; `maxima` returns only the largest of each group.
 
-    A program has one row, or with few rows a part of its groups. It multiplies 64 items by
-    eight rows of `h`, as `wgmma` needs, and uses the scores of one of them. The others take no
-    time: shared memory is read as fast as items arrive.
+    A program has one row, or a part of its groups if there are few rows. It multiplies 64 items by
+    eight rows of `h`, as `wgmma` needs, and uses the scores of one row. The other rows take no
+    extra time: reading items takes longer than the products.
 
     Args:
       groups: numbers of groups, counted from item `start`. The other arguments are those
@@ -208,7 +208,7 @@ def scores_of_groups(
     beside = [None if x is None else x[items] for x in (scale, bias)]
     width = next(n for n in (4 * STEP, 2 * STEP, STEP) if hidden % n == 0)
     steps = hidden // width
-    of_part = count // across // parts  # times 64 items
+    of_part = count // across // parts  # number of blocks of 64 items
     total = of_part * steps
     stages = min(3, total)
 
@@ -287,7 +287,7 @@ def scores_of_groups(
         grid=(batch, parts),
         grid_names=("row", "part"),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,  # as for `maxima`: the bits must be the same
+            approx_math=True,  # as for `maxima`: the bits must be equal
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )(
@@ -307,6 +307,6 @@ def scores_of_groups(
 def has_label(
     words: Int[Array, "batch words"], columns: Int[Array, "batch count"]
 ) -> Bool[Array, "batch count"]:
-    """Whether the bits of these columns are set, see `output_loss.label_words`."""
+    """Whether the bits of these columns are set; see `output_loss.label_words`."""
     word, bit = word_and_bit(columns)
     return lax.shift_right_logical(pick(words, word), bit) % 2 != 0

@@ -1,4 +1,4 @@
-"""The gradient of some of a kernel's rows, written in place: a Mosaic GPU matmul."""
+"""The gradient of some rows of a kernel, written in place: a Mosaic GPU matmul."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pallas_kernels.matmul_tiles import ROWS, STEP, call, matmul_tiles, numbers
 
 WARPGROUPS = 2  # warpgroups that compute
 TILE = WARPGROUPS * ROWS  # rows of a tile
-# Columns of the product that sums slopes: the fewest that `wgmma` makes.
+# Columns of the product that sums slopes: the fewest that `wgmma` computes.
 SUM_COLUMNS = 8
 
 
@@ -28,7 +28,7 @@ def weight_gradient(
     *,
     with_sums: bool = False,
 ) -> tuple[Float[Array, "items hidden"], Float[Array, "size"] | None]:
-    """`gradient` with `slopes^T h` in rows `start .. start + size - 1`.
+    """Writes `slopes^T h` into rows `start .. start + size - 1` of `gradient`.
 
     The rows are written in place if `gradient` is donated. XLA would copy them once more.
 
@@ -57,7 +57,7 @@ def weight_gradient(
             sums = make()
             for piece in range(pieces):
                 slot, c = piece % 2, piece * width
-                # An earlier copy must have read the slot. If a tile has an odd number of
+                # An earlier copy from the slot must have ended. If a tile has an odd number of
                 # pieces, that may be the last copy.
                 plgpu.wait_smem_to_gmem(1 - pieces % 2, wait_read_only=True)
                 smem[warpgroup, slot] = sums[:, c : c + width].astype(smem.dtype)
@@ -79,13 +79,13 @@ def weight_gradient(
 
 
 def summing_operands(with_sums: bool) -> list[jax.Array]:
-    """Factors of the slopes that give 8 columns, each with an eighth of their sums."""
+    """An operand whose product with the slopes has 8 columns, each an eighth of their sums."""
     eighths = jnp.full((SUM_COLUMNS, STEP), 1 / SUM_COLUMNS, jnp.bfloat16)
     return [eighths] * with_sums
 
 
 def sums_type(slopes: jax.Array, with_sums: bool) -> list[jax.ShapeDtypeStruct]:
-    """Shape and dtype of the sums."""
+    """The shape and the dtype of the sums, as a list; empty without sums."""
     return [jax.ShapeDtypeStruct(slopes.shape[1:], jnp.float32)] * with_sums
 
 
@@ -98,19 +98,20 @@ def gradient_tiles(
     scratch: Sequence = (),
     **options,
 ) -> None:
-    """The body of a GPU program that makes `slopes^T h` and sums slopes.
+    """The body of a GPU program that computes `slopes^T h` and sums slopes.
 
     See `matmul_tiles`.
 
     Args:
       slopes_gmem: `[batch, size]`.
       h_gmem: `[batch, hidden]`.
-      summing_gmem: `summing_operands`.
-      sums_gmem: arrays of `sums_type`. They are written when `finish` makes the product.
-      finish: function that is called as `matmul_tiles` says. `tile` is the first row and the
+      summing_gmem: references to `summing_operands`.
+      sums_gmem: references to arrays of `sums_type`. They are written when `finish` computes the
+        product.
+      finish: function that is called as in `matmul_tiles`. `tile` is the first row and the
         first column of `[128, tile_columns(hidden)]`, and the number of tiles that the program
         had before. A warpgroup has 64 rows of the tile. The function that `finish` gets returns
-        the product alone, without the sums.
+        only the product, without the sums.
       scratch: shared memory.
       options: further arguments of `matmul_tiles`.
     """
@@ -162,5 +163,5 @@ def gradient_tiles(
 
 
 def tile_columns(hidden: int) -> int:
-    """Columns of a tile: a divisor of `hidden`, 256 at most."""
+    """The number of columns of a tile: a divisor of `hidden`, at most 256."""
     return next(n for n in (256, 192, 128, 64) if hidden % n == 0)

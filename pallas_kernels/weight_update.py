@@ -1,8 +1,8 @@
-"""An optimizer's step on rows of a kernel, as part of its gradient's product: Mosaic GPU.
+"""An optimizer's step on rows of a kernel, fused with its gradient's product: Mosaic GPU.
 
 The gradient is summed in registers and never written to memory. Pieces of the rows and of
-their state pass through slots of shared memory. One warp copies them there ahead of time,
-also during the product. The warpgroup that has summed the gradient moves them. Other warps
+their state pass through slots of shared memory. One warp copies them there in advance,
+also during the product. The warpgroup that has summed the gradient updates them. Other warps
 copy them back.
 """
 
@@ -30,10 +30,10 @@ from pallas_kernels.weight_gradient import (
     tile_columns,
 )
 
-# Moves rows: (their arrays, their gradient, scalars) -> their new arrays.
+# Updates rows: (rows of each array, their gradient, scalars) -> new rows of each array.
 Update = Callable[[list[jax.Array], jax.Array, list[jax.Array]], Sequence[jax.Array]]
 
-# Columns of a piece, and steps of the product that are copied ahead. The first choice that
+# Columns of a piece, and steps of the product that are copied in advance. The first choice that
 # fits in memory is taken. Pieces of 128 bytes a row are read and written more slowly.
 _CHOICES = (64, 3), (64, 2), (32, 3), (32, 2)
 _LEAST_SLOTS, _MOST_SLOTS = 2, 8
@@ -56,7 +56,7 @@ def weight_update(
     Float[Array, "items hidden"] | None,
     Float[Array, "size"] | None,
 ]:
-    """Moves rows `start .. start + size - 1` of a kernel and its state, in place if they
+    """Updates rows `start .. start + size - 1` of a kernel and its state, in place if they
     are donated.
 
     ::
@@ -66,14 +66,14 @@ def weight_update(
         operand[rows]      = arrays[0][rows], rounded to nearest
         sums               = slopes summed over the batch           in float32
 
-    Reads and writes each row of the arrays once. Reads `slopes` once for each 256 columns.
+    Each row of the arrays is read and written once, and `slopes` once for each 256 columns.
 
     Args:
-      update: function that works element by element, in float32. Arrays that it makes itself
+      update: function that works element by element, in float32. Arrays that it creates
         must be scalars.
       slopes: bfloat16; `batch` is a multiple of 64, `size` of 128.
       h: bfloat16; `hidden` is a multiple of 64.
-      arrays: kernel and state, float32 or bfloat16, as far as `fits` allows.
+      arrays: kernel and state, float32 or bfloat16, with sizes that `fits` allows.
       operand: a copy of the kernel in bfloat16, or None.
       start: first row, a multiple of 128.
       scalars: further numbers that `update` gets.
@@ -97,7 +97,7 @@ def weight_update(
             f"{itemsize} bytes an element do not fit an SM's shared memory"
         )
     width, stages, slots = _pieces(itemsize, columns)
-    each = columns // width  # pieces of a tile that a warpgroup has
+    each = columns // width  # number of pieces of a tile that a warpgroup has
     summing = summing_operands(with_sums)
 
     def body(start_gmem, slopes_gmem, h_gmem, *refs):
@@ -116,8 +116,8 @@ def weight_update(
 
         def slot_of(tile, warpgroup, c):
             """A piece's slot, its barrier, and whether the slot held a piece before."""
-            # All pieces of one warpgroup, then all of the other: one warpgroup begins its
-            # next product while the other still moves its pieces.
+            # All pieces of one warpgroup come first, then those of the other: one warpgroup
+            # begins its next product while the other still updates its pieces.
             number = (tile[2] * WARPGROUPS + warpgroup) * each + c
             slot = rem(number, slots)
             return slot, warpgroup * slots + slot, number >= slots
@@ -166,7 +166,7 @@ def weight_update(
                 key, first_row = (ref[0] for ref in noise_gmem)
                 row, column = corner_of(tile, warpgroup, c)
 
-                # Hashed once for each row and each column, then spread over the piece.
+                # Hashed once for each row and each column, then broadcast over the piece.
                 def of_axis(axis, first, hashed):
                     size, along = rows.shape[axis], layout.reduce(1 - axis)
                     number = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=along)
@@ -224,11 +224,11 @@ def weight_update(
 
 
 def fits(hidden: int, itemsize: int) -> bool:
-    """Whether `weight_update` takes such rows, and an SM has shared memory for them.
+    """Whether `weight_update` supports such rows, and shared memory suffices for them.
 
     Args:
       hidden: number of columns.
-      itemsize: bytes per element, of weights, state and operand together. Up to 32 always
+      itemsize: bytes per element, of weights, state and operand together. Up to 32 bytes always
         fit.
     """
     if hidden % STEP:
@@ -238,11 +238,11 @@ def fits(hidden: int, itemsize: int) -> bool:
 
 
 def _pieces(itemsize: int, columns: int) -> tuple[int, int, int]:
-    """Columns of a piece, steps of the product that are copied ahead, and slots.
+    """Columns of a piece, number of steps of the product copied in advance, number of slots.
 
     Args:
       itemsize: bytes per element, of all arrays together.
-      columns: columns of a tile.
+      columns: number of columns of a tile.
     """
     for width, stages in _CHOICES:
         left = _SHARED - 2 * STEP * (stages * (TILE + columns) + SUM_COLUMNS)
@@ -253,7 +253,7 @@ def _pieces(itemsize: int, columns: int) -> tuple[int, int, int]:
 
 
 def _pieces_type(slots: int, width: int, dtype: jnp.dtype):
-    """Shared memory for an array's pieces, laid out as the results of `wgmma`."""
+    """Shared memory for an array's pieces, in the layout of `wgmma`'s results."""
     tile = min(width, 128 // dtype.itemsize)
     swizzle = plgpu.SwizzleTransform(tile * dtype.itemsize)
     layout = plgpu.TilingTransform((8, tile)), swizzle
