@@ -108,7 +108,7 @@ class Grouping(Options):
     """Groups of clicks that are measured apart.
 
     Attributes:
-      groups: For clicks, a column of categories: also measure the AUC within each of them.
+      groups: For clicks, a column of categories: also measure the AUC within each category.
     """
 
     groups: str | None = option(None, COLUMN, kinds=("clicks",))
@@ -118,7 +118,8 @@ class Ranking(Counting, Choosing):
     """How recommendations are measured.
 
     Attributes:
-      candidates: For each row, rank only its items in this data, and its held-out items.
+      candidates: For each row, rank only the items that it has in this data, and its held-out
+          items.
       by: "entries" also measures items with few and with many interactions apart; "kinds"
         held-out events of each kind.
     """
@@ -132,7 +133,7 @@ class Ranking(Counting, Choosing):
 
 
 class Seen(Options):
-    """The items that a row already has.
+    """Items that a row already has.
 
     Attributes:
       exclude_seen: Do not rank the items that a row already has.
@@ -153,7 +154,7 @@ class Seen(Options):
 
 
 class Shown(Counting, Seen):
-    """The interactions that a model is shown, and those that it should find.
+    """The interactions that a model is shown, and the held-out interactions that it should find.
 
     Attributes:
       heldout: Interactions that the model should find: a file, a table or data. Rows are
@@ -165,17 +166,17 @@ class Shown(Counting, Seen):
     inputs: Any = option(None, ANY_FILE, kinds=RANKING)
 
     def counted(self) -> dict[str, Any]:
-        """The arguments of `sparsejax.evaluate` that say how interactions count."""
+        """The arguments of `sparsejax.evaluate` that decide how interactions count."""
         shared = Ranking.option_names() & self.option_names() - {"candidates"}
         found = {name: getattr(self, name) for name in shared}
         return {**found, "exclude": "inputs" if self.exclude_seen else None}
 
 
 class Kept(Options):
-    """Figures that are kept.
+    """Metrics of single rows.
 
     Attributes:
-      keep_rows: Keep the figures of each row, for `compare`.
+      keep_rows: Keep the metrics of each row, for `compare`.
     """
 
     keep_rows: bool = option(False, shell=False)
@@ -186,7 +187,7 @@ class Ranked(Shown, Ranking, Kept):
 
 
 class Held(Ranking, Kept):
-    """How a model is measured, by `Run.evaluate`, by `evaluate` and by the command.
+    """Options of a measurement, shared by `Run.evaluate`, `evaluate` and the command.
 
     Attributes:
       fold_in: Share of each row's interactions that the model is shown, in place of held-out
@@ -276,7 +277,7 @@ class Measure(Held, kw_only=False):
         out. The names are those of `heldout`. The baseline excludes them, too, and "coverage"
         and "gini" are over the other items. Held-out entries of these items count as missed,
         like all excluded ones, and a warning gives their share.
-      only_items: Rank only these.
+      only_items: Rank only these items.
       unknown: "miss" counts held-out entries of unknown items as described above. "skip"
         ignores them, and rows that have only such entries.
       unknown_users: Rows that have no entry in `inputs`, or are not in it. "count" shows the

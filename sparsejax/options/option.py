@@ -1,8 +1,8 @@
-"""Options of a verb as a dataclass, from which its arguments and its flags are made.
+"""Options of a verb as a dataclass, from which its Python arguments and its flags are made.
 
-A field is an option. Its name is the argument's name in Python, the entry of the docstring is
-its text in both, and `option` states what else there is to say. Only light packages are imported
-here, so that `sparsejax --help` answers at once.
+Each field is an option. Its name is the name of the Python argument, its entry in the docstring is
+its text for both, and `option` states its other facts. Only light packages are imported here, so
+that `sparsejax --help` answers at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Concatenate, Literal, NamedTuple, Self
 
-# The kinds of models, and those among them that rank items.
+# The kinds of models.
 KindName = Literal["items", "histories", "clicks"]
 RANKING: tuple[KindName, ...] = ("items", "histories")
 _NOTHING: Any = object()
@@ -29,18 +29,17 @@ class Flag:
     """The form of an option on the command line.
 
     Attributes:
-      name: the flag's name without dashes; by default that of the option.
-      value: text for the flag's value in help, if the type does not say it.
-      default: text for the default in help; by default the default itself, unless it is None.
-      type: the type of the flag's value, if it is not that of the option.
-      read: form of the flag's value: "numbers" are whole numbers with commas between; "names"
-        are words with commas between, or a file with a name on each line; "weights" are
-        numbers by name, `NAME=NUMBER` with commas between, or a name alone; "values" are texts
-        by name.
-      positional: whether it is an argument without a flag.
-      repeated: whether it may be given several times.
-      gives: the option's value if the flag is given, which then has no value of its own.
-      text: help in place of the option's text.
+      name: name of the flag without dashes; by default the name of the option.
+      value: text for the value of the flag in help; by default made from the type.
+      default: text for the default in help; by default the default value, unless it is None.
+      type: type of the value of the flag, if it differs from that of the option.
+      read: format of the value of the flag: "numbers" are integers separated by commas; "names"
+          are words separated by commas, or a file with a name on each line; "weights" are numbers
+          by name, `NAME=NUMBER` separated by commas, or a single name; "values" are texts by name.
+      positional: whether it is a positional argument.
+      repeated: whether the flag may be given several times.
+      gives: value of the option if the flag, which then takes no value, is given.
+      text: help text in place of the text of the option.
     """
 
     name: str = ""
@@ -55,18 +54,18 @@ class Flag:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag has no value."""
+        """Whether the flag takes no value."""
         return self.gives is not _NOTHING
 
     def spelled(self, option: str) -> str:
-        """The flag as a user writes it, for an option of this name."""
+        """The flag as a user types it, given the name of the option."""
         if self.positional:
             return re.sub(r"\W", "", self.value or option.upper())
         return f"--{self.name or option.replace('_', '-')}"
 
 
 class _Stated(NamedTuple):
-    """The facts about an option beside its name, its type and its default; see `option`."""
+    """The facts about an option besides its name, type and default; see `option`."""
 
     flags: tuple[Flag, ...] = (Flag(),)
     kinds: Collection[KindName] = ()
@@ -76,11 +75,11 @@ class _Stated(NamedTuple):
 
     @classmethod
     def about(cls, field: dataclasses.Field[Any]) -> _Stated:
-        """The facts that `option` stated about a field."""
+        """The facts stated by `option` about a field."""
         return field.metadata.get("stated", cls())
 
     def check_bounds(self, value: Any, name: Callable[[], str]) -> None:
-        """Raises an error for a number, or one of several, that is out of bounds."""
+        """Raises an error if a number, or one of several numbers, is out of bounds."""
         if not self.bounds():
             return
         value = value.tolist() if hasattr(value, "tolist") else value
@@ -97,7 +96,7 @@ class _Stated(NamedTuple):
                     raise ValueError(f"{name()} must be {text}, got {each}")
 
     def bounds(self) -> list[tuple[Callable[[Any, Any], bool], float, str]]:
-        """The bounds: a comparison, a number, and both as text."""
+        """The bounds: for each a comparison, a number, and both as text."""
         compared = (
             (operator.ge, self.least, "at least"),
             (operator.gt, self.above, "above"),
@@ -122,14 +121,14 @@ def option(
     """A field of `Options`.
 
     Args:
-      default: its default; without one it is required.
-      flags: its flags, if one by its name and type does not do; a text says in help what the
-        default is.
-      kinds: the kinds of models that have a use for it; all of them by default.
-      shell: whether the command line has it.
-      least: the least value. An int asks for whole numbers.
-      above: a number that its value must be above.
-      below: a number that its value must be below.
+      default: default value; without one the option is required.
+      flags: flags of the option, if not a single one made from its name and type; a string is the
+          text for the default in help.
+      kinds: kinds of models that use the option; () stands for all kinds.
+      shell: whether the command line has the option.
+      least: smallest allowed value. An int also requires integers.
+      above: number that the value must exceed.
+      below: number that the value must be less than.
     """
     named = (Flag(default=f) if isinstance(f, str) else f for f in flags or ("",))
     own = tuple(named) if shell else ()
@@ -148,32 +147,33 @@ def bounds_of(field: dataclasses.Field[Any]) -> str:
 
 
 def kinds_of(field: dataclasses.Field[Any]) -> Collection[KindName]:
-    """The kinds of models that have a use for an option; () stands for all."""
+    """The kinds of models that use an option; () stands for all."""
     return _Stated.about(field).kinds
 
 
-# Forms that many options have.
+# Flags that many options share.
 SWITCH = Flag(gives=True)
 FILE, FOLDER, COLUMN = Flag(value="FILE"), Flag(value="DIR"), Flag(value="COLUMN")
-# A file, where Python also takes data.
+# A file on the command line, where Python also accepts data.
 ANY_FILE = Flag(type=str | None, value="FILE")
 
-# A dataclass compiles functions that compare, hash and print for each class, which would take a
-# quarter of the time in which the command line is imported. `Options` has them once.
+# Without `eq=False` and `repr=False`, each dataclass compiles methods to compare, hash and print,
+# which takes a quarter of the import time of the command line. `Options` has them once.
 _dataclass = functools.partial(dataclasses.dataclass, frozen=True, eq=False, repr=False)
 
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False)
 @_dataclass(kw_only=True)
 class Options:
-    """A call of a verb, with all of its options. Each class below it is a frozen dataclass.
+    """The options of a call of a verb. Each subclass is a frozen dataclass.
 
-    Its options are keyword-only, unless it is made with `kw_only=False`.
+    Options are keyword-only, unless the subclass is made with `kw_only=False`.
 
     Attributes:
-      heading: Heading of the options in the help of a command, if they stand together.
-      only_with: Other options for each option that has no effect unless one of them has another
-        value than its default. Classes above this one may state more.
+      heading: heading of the options in the help of a command, if they form a group.
+      only_with: for each option that depends on others, the names of these options: it has no
+          effect unless one of them has a value other than its default. Base classes may add
+          entries.
     """
 
     heading: ClassVar[str] = ""
@@ -203,20 +203,20 @@ class Options:
 
     @property
     def given(self) -> frozenset[str]:
-        """The options that were given, also those that have their default."""
+        """The names of options that were given explicitly, even if their value is the default."""
         return vars(self).get("_given", frozenset())
 
     @classmethod
     def option_names(cls) -> frozenset[str]:
-        """The names of all options."""
+        """The names of all options of this class."""
         return frozenset(field.name for field in dataclasses.fields(cls))
 
     def values_of(self, of: type[Options]) -> dict[str, Any]:
-        """The values of the options that a class above this one states."""
+        """The values of those options that the base class `of` defines."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(of)}
 
     def say(self, text: str) -> None:
-        """Tells who asks, for instance what was read and what was chosen."""
+        """Reports a line of text to the caller, for instance what was read and what was chosen."""
         if (told := vars(self).get("_told")) is not None:
             told(text)
 
@@ -226,40 +226,45 @@ class Options:
         given: Collection[str] | None = None,
         told: Callable[[str], None] | None = None,
     ) -> Self:
-        """The options, with the names of those that were given, and with who is told."""
+        """A copy that records the names of the given options, and the function that `say`
+        calls.
+        """
         given = self.given if given is None else given
         return self._noted(dataclasses.replace(self), given, told)
 
     def replaced(self, **changes: Any) -> Self:
-        """The options with some that are others. They do not count as given."""
+        """A copy with some options changed. The changed options do not count as given."""
         return self._noted(dataclasses.replace(self, **changes), self.given)
 
     def as_type[T: Options](self, type_: type[T], **more: Any) -> T:
-        """The options of a verb with which it shares some.
+        """Converts the shared options to the options of another verb.
 
         Args:
-          type_: the options of that verb.
-          more: options that it has beside.
+          type_: class of the options of the other verb.
+          more: further options of the other verb.
         """
         shared = self.shared_with(type_)
         new = type_(**{**shared, **more})
         return self._noted(new, (self.given & shared.keys()) | more.keys())
 
     def shared_with(self, type_: type[Options]) -> dict[str, Any]:
-        """The values of the options that another verb has, too."""
+        """The values of the options that another verb also has."""
         shared = self.option_names() & type_.option_names()
         return {name: getattr(self, name) for name in shared}
 
     def _noted[T: Options](
         self, new: T, given: Collection[str], told: Callable[[str], None] | None = None
     ) -> T:
-        """Notes on new options which were given. `say` reaches the listener of these options."""
+        """Records on `new` which options were given.
+
+        Its `say` calls the function of these options.
+        """
         object.__setattr__(new, "_given", frozenset(given))
         object.__setattr__(new, "_told", told or vars(self).get("_told"))
         return new
 
     def useful(self, kind: str, of: type[Options]) -> dict[str, Any]:
-        """The options of a class that a kind of models has a use for, as arguments."""
+        """The options defined by a class that apply to a kind of model, as keyword arguments."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(of)
@@ -268,14 +273,14 @@ class Options:
 
     @classmethod
     def spelled(cls, name: str) -> str:
-        """The option of this name as a user writes it: in Python, as it is called."""
+        """The option as a user writes it in Python."""
         return name
 
     def check_kind(self, kind: str) -> None:
-        """Raises ValueError if an option was given that has no effect.
+        """Raises ValueError if a given option does not apply to the kind of the model.
 
         Args:
-          kind: the kind of the model, which may have no use for it.
+          kind: name of the kind of the model.
         """
         for field in dataclasses.fields(self):
             kinds = kinds_of(field)
@@ -287,7 +292,7 @@ class Options:
         self.check_effect()
 
     def check_effect(self) -> None:
-        """Raises ValueError if an option was given without another that it needs."""
+        """Raises ValueError if an option was given without another option that it depends on."""
         needed: dict[str, Collection[str]] = {}
         for cls in reversed(type(self).__mro__):
             needed |= vars(cls).get("only_with", {})
@@ -299,7 +304,7 @@ class Options:
                 )
 
     def _is_changed(self, name: str) -> bool:
-        """Whether an option has another value than its default."""
+        """Whether the value of an option differs from its default."""
         (field,) = (f for f in dataclasses.fields(self) if f.name == name)
         value, default = getattr(self, name), field.default
         return type(value) is not type(default) or value != default
@@ -307,14 +312,14 @@ class Options:
 
 @functools.cache
 def choices_of(type_: str) -> tuple[str, ...]:
-    """The texts that an option takes, if its type names them."""
+    """The strings that an option accepts, if its type is a Literal."""
     found = re.fullmatch(r"Literal\[([^]]+)\](?: \| None)?", type_)
     return () if found is None else ast.literal_eval(f"({found[1]},)")
 
 
 @functools.cache
 def texts_of(options: type[Options]) -> Mapping[str, str]:
-    """The text of each option, from the docstrings of its class and of those above."""
+    """The text of each option, from the docstrings of its class and the base classes."""
     found: dict[str, str] = {}
     for cls in reversed(options.__mro__):
         _, _, entries = inspect.cleandoc(vars(cls).get("__doc__") or "").partition(
@@ -330,9 +335,10 @@ def texts_of(options: type[Options]) -> Mapping[str, str]:
 def takes[**P, S, R](
     options: Callable[P, Any],
 ) -> Callable[[Callable[[S, Any], R]], Callable[Concatenate[S, P], R]]:
-    """A decorator of a method of one argument, which is made of those of a call.
+    """A decorator for a method with one argument, an options object built from the call's
+    arguments.
 
-    The method then has the signature of the options, and their texts in its docstring.
+    The method gets the signature of the options, and their texts in its docstring.
 
     Args:
       options: the class of the options.
@@ -343,7 +349,7 @@ def takes[**P, S, R](
 def verb[**P, R](
     options: Callable[P, Any],
 ) -> Callable[[Callable[[Any], R]], Callable[P, R]]:
-    """A decorator of a function of one argument, as `takes` is one of a method.
+    """A decorator for a function with one argument, otherwise like `takes`.
 
     Args:
       options: the class of the options.
@@ -352,7 +358,7 @@ def verb[**P, R](
 
 
 def _called(function: Callable[..., Any], options: Any, own: int) -> Any:
-    """A function of options as one of their arguments, behind `own` arguments of its own."""
+    """Wraps a function so that options are built from its arguments after the first `own` ones."""
     asked = _asking(options, function.__name__)
 
     @functools.wraps(function)
@@ -366,7 +372,7 @@ def _called(function: Callable[..., Any], options: Any, own: int) -> Any:
 def _asking(
     options: Callable[..., Any], name: str
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """A function that makes the options of the arguments of a call."""
+    """A function that builds the options from the arguments of a call."""
     signature = inspect.signature(options)
 
     def asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -374,7 +380,7 @@ def _asking(
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{name}(): {error}") from None
-        # None in place of a default of None is no argument.
+        # None for an option whose default is None does not count as given.
         given = {
             name
             for name, value in bound.items()
@@ -388,7 +394,7 @@ def _asking(
 def _described[F: Callable[..., Any]](
     verb: F, options: Any, *own: inspect.Parameter
 ) -> F:
-    """The function with the signature and the texts of its options."""
+    """The function with the signature of its options, and their texts in its docstring."""
     signature = inspect.signature(options)
     parameters = [*own, *signature.parameters.values()]
     verb.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -402,7 +408,7 @@ def _described[F: Callable[..., Any]](
 def _documented(
     text: str, texts: Mapping[str, str], signature: inspect.Signature
 ) -> str:
-    """A docstring with an entry for each argument, in front of the result and the errors."""
+    """A docstring with an entry for each argument, before the entries for result and errors."""
     entries = [
         textwrap.fill(
             f"{name}: {texts[name]}",

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class Sized(Options):
-    """The data whose training is planned, for `plan` and for the command.
+    """Sizes of the data whose training is planned, for `plan` and for the command.
 
     Attributes:
       target_entries: Number of entries of the targets, over all rows.
       values: The entries have values.
       times: The entries have times. Among the models of histories, hstu reads them.
       fused: Plan for training with --fused.
-      compile: Also print the memory that the compiler needs, for a mesh of devices of the
-        kind that is here. There may be fewer devices than the mesh has.
+      compile: Also print the memory that the compiler needs, for a mesh of devices of the kind in
+          this machine. The mesh may have more devices than this machine.
     """
 
     target_entries: int | None = option(
@@ -62,9 +62,9 @@ class Plan(Sized, kw_only=False):
         over all devices.
       memory: Memory of a device; by default as much as JAX may use of the first device here, if
         that is known.
-      compile: Also compile the program, for such a mesh of devices of the kind here. The
-        mesh may have more GPUs than there are. For more CPU devices than there are, call
-        `jax.config.update("jax_num_cpu_devices", 64)` before JAX is used.
+      compile: Also compile the program, for a mesh of devices of the kind in this machine. The
+          mesh may have more GPUs than the machine. For more CPU devices than the machine has, call
+          `jax.config.update("jax_num_cpu_devices", 64)` before JAX is used.
     """
 
     only_with: ClassVar = {"target_entries": ("outputs",)}

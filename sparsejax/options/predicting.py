@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class InContext(Options):
-    """Facts about the event to come that are known before it happens.
+    """Facts about the next event that are known before it happens.
 
     Attributes:
-      context: For histories, values of columns that are known of the event to come, for all rows;
-        in Python also a frame with a row for each, see `SequenceDataset.with_context`.
+      context: For histories, values of columns that are known for the next event, for all rows; in
+          Python also a frame with a row for each, see `SequenceDataset.with_context`.
     """
 
     context: Any = option(
@@ -48,10 +48,10 @@ class InContext(Options):
 
 
 class Recommend(Choosing, InContext, kw_only=False):
-    """A question for recommendations.
+    """Options of `Run.recommend` and of the command.
 
     Attributes:
-      users: Only these rows, in this order; all rows by default.
+      users: Names of the rows to recommend to, in this order; all rows by default.
       k: Number of items for each row.
       inputs: The rows, also of new users; by default the data that the model was trained on. A
         list with a list of names of items for each row, such as `[["tea", "milk"], ["rye"]]`,
@@ -99,14 +99,14 @@ class Rank(Choosing, kw_only=False):
       model: A `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
         histories a `SASRec`, or another `HistoryModel`.
       inputs: `[rows, features]`; or several by name, see `fit`; or histories.
-      k: Items per row. Where there are fewer candidates, ids end with -1.
+      k: Items per row. If there are fewer candidates, ids are padded with -1 at the end.
       exclude: "inputs" excludes the items that a row already has; None ranks them, too. Where
         there are several inputs, the name of one of them, or None. Or `[rows, items]`: two data
         sets are matched by row name, and a row that `exclude` lacks has nothing excluded;
         otherwise row `i` belongs to row `i`.
       exclude_items: Names or ids of items that are recommended to no row, such as those sold
         out.
-      only_items: Recommend only these.
+      only_items: Recommend only these items.
       optimizer: The model's optimizer. Pass it while rows of the weights may not be up to date
         (see `Optimizer.flush`): they are then read as if they were up to date.
       context: For histories, what is known of the event to come of each, such as its hour: a
@@ -131,7 +131,7 @@ class Rank(Choosing, kw_only=False):
 
 
 class Exported(Options):
-    """The abilities of a predictor, see `sparsejax.export_predictor`.
+    """Abilities of a predictor, see `sparsejax.export_predictor`.
 
     Attributes:
       k: Largest number of items that the predictor recommends to a row.
@@ -206,7 +206,7 @@ class Write(Exported, kw_only=False):
 
 
 class Serving(Options):
-    """The options of a service, for the command and for `sparsejax.serving`.
+    """Options of a service, for the command and for `sparsejax.serving`.
 
     Attributes:
       max_wait: Seconds for which a batch that is not full waits on an idle device.

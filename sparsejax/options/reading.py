@@ -19,7 +19,7 @@ Column = int | str | None
 
 
 class ByName(enum.Enum):
-    """A choice that is left to the names of the columns."""
+    """A choice that is made by the names of the columns."""
 
     BY_NAME = enum.auto()
 
@@ -29,10 +29,10 @@ class ByName(enum.Enum):
 
 BY_NAME = ByName.BY_NAME
 
-# The column of times. None leaves times out: then the order of the file is meant.
+# Column of times. With None times are ignored, and the order in the file counts.
 TimeColumn = Column | ByName
 
-# As `sparsejax.data` has them, to read.
+# Repeats the type in `sparsejax.data`, which is slow to import.
 Format = Literal["text", "pairs", "jsonl", "adjacency", "parquet"]
 FORMATS = Flag(
     type=Format | None,
@@ -43,7 +43,7 @@ COLUMN = Flag(type=Column, value="COLUMN")
 
 
 class Named(Options):
-    """The columns of a table. By default their names say what they hold.
+    """The columns of a table. By default their names decide on their content.
 
     Attributes:
       user: Column of users: its name, or its number from 0.
@@ -75,7 +75,7 @@ class Named(Options):
 
 
 class Columns(Named):
-    """Separators of a table, beside the names of its columns.
+    """Separators of a table, besides the names of its columns.
 
     Attributes:
       delimiter: Separator of the columns of a CSV file: one or two characters.
@@ -95,7 +95,7 @@ class Columns(Named):
 
 
 class Formatted(Columns):
-    """The format of files, and what their columns hold.
+    """The format of files, and the content of their columns.
 
     Attributes:
       format: Format of the files, see `sparsejax.read`.
@@ -105,7 +105,7 @@ class Formatted(Columns):
 
 
 class OfUsers(Options):
-    """Columns of the users, beside what they did.
+    """Columns of the users, besides their events.
 
     Attributes:
       user_features: Columns of the users of histories: a CSV, Parquet or JSON Lines file with a

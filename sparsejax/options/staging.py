@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Joining(Options):
-    """Where the columns of the second stage come from: each from one place.
+    """Sources of the columns of the second stage: each column has one source.
 
     Attributes:
       item_columns: Columns of items, by their names: a file, a table or dicts.
@@ -50,7 +50,7 @@ class Joining(Options):
 
 
 class Join(Joining, kw_only=False):
-    """Two runs that are one model.
+    """Two runs that are combined to one model.
 
     Attributes:
       retrieval: Run of items or histories, which finds the candidates.
@@ -79,7 +79,7 @@ class RecommendJoined(Recommend, Requested, kw_only=False):
 
 
 class Alone(Requested):
-    """Stages that are measured alone.
+    """Measurements of single stages.
 
     Attributes:
       ranking_alone: Also rank all items by the second stage alone. It takes as much longer as

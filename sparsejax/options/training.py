@@ -52,7 +52,7 @@ class Stepping(Options):
 
 
 class Seeded(Options):
-    """A training that begins from a seed.
+    """Options of a training with a random seed.
 
     Attributes:
       seed: Seed of the initial weights, the order of rows, corruption and dropout.
@@ -62,7 +62,7 @@ class Seeded(Options):
 
 
 class Exact(Seeded):
-    """A training whose bits can be repeated.
+    """Options of a training whose results can be reproduced bit by bit.
 
     Attributes:
       deterministic: Give the same bits in every process on the same kind of GPU. It can
@@ -73,7 +73,7 @@ class Exact(Seeded):
 
 
 class Saved(Options):
-    """A training that is saved and reported on from time to time.
+    """Options for saving and reporting during a training.
 
     Attributes:
       checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
@@ -119,7 +119,7 @@ class Repeated(Seeded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.targets is not None:  # in the form that a run folder keeps
+        if self.targets is not None:  # converted to the form stored in a run folder
             kinds = [self.targets] if isinstance(self.targets, str) else self.targets
             object.__setattr__(self, "targets", tuple(kinds))
 
@@ -129,7 +129,7 @@ class Recorded(Repeated, Exact):
 
 
 class Watching(Repeated):
-    """How training is measured and ended.
+    """Validation during training, and when training ends.
 
     Attributes:
       validation: Held-out interactions, which are ranked after each epoch: a file with
@@ -170,7 +170,7 @@ class Content(Options):
 
 
 class TrainMore(Stepping, Watching, Content, Recorded, Saved, Reading, kw_only=False):
-    """The training of a model that is there.
+    """Options to train an existing model further.
 
     Attributes:
       data: A file, a folder or an address, see `read`; a table of polars, pandas or Arrow; or a
@@ -260,10 +260,10 @@ class Train(TrainMore, kw_only=False):
 
 
 class Training(Train, kw_only=False):
-    """A training with the facts that were found out for it.
+    """Options of a training, with facts derived from the data and from earlier runs.
 
     Attributes:
-      suited: The settings of the configuration that the data decides.
+      suited: Names of the settings of the configuration that the data decides.
       origin: Folder of a run whose model is trained on. Items and categories of the data that
         it does not know are added behind those that it knows, and no known row moves before
         training. The new run has its network and its columns of clicks or of events. It also has the
@@ -280,7 +280,7 @@ class Training(Train, kw_only=False):
 
 
 class Load(Reading, kw_only=False):
-    """A run that is there, and how its methods read files.
+    """An existing run, and how its methods read files.
 
     Attributes:
       directory: The folder that `save`, `train` or `sparsejax train` has written.
@@ -290,7 +290,7 @@ class Load(Reading, kw_only=False):
 
 
 class Looping(Exact, Saved):
-    """How `fit` goes over the examples of every kind.
+    """Options of `fit` that apply to all kinds of data.
 
     Attributes:
       batch_size: Number of examples in a step; a multiple of 64 on a mesh that divides batches.
@@ -389,7 +389,7 @@ class Fit(Looping, kw_only=False):
 
     @property
     def row_weights(self) -> ArrayLike | None:
-        """`weights` of examples that are rows."""
+        """`weights` of examples, if each row is an example; else None."""
         if isinstance(self.weights, str | Mapping):
             raise TypeError(
                 "weights by kinds of events, or by a column, are for histories: give one "
@@ -399,5 +399,5 @@ class Fit(Looping, kw_only=False):
 
     @property
     def cut_off(self) -> int:
-        """`k`, or its default."""
+        """The value of `k`, or its default."""
         return 20 if self.k is None else self.k

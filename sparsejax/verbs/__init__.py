@@ -1,1 +1,1 @@
-"""The verbs of a user: build, fit, evaluate, recommend and so on."""
+"""The main functions for users, called verbs: build, fit, evaluate, recommend and so on."""

@@ -1,4 +1,4 @@
-"""A model and its optimizer from a network's description and data."""
+"""Builds a model and its optimizer from a configuration and data."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def build(
     item_features: ItemFeatures | None = None,
     seed: int = 0,
 ) -> tuple[Any, Optimizer]:
-    """A model of a configuration that fits the data, and its optimizer.
+    """Builds a model that fits the data, and its optimizer.
 
     >>> model, optimizer = build(NetworkConfig.autoencoder((8,)), train)
     >>> model.num_features == train.num_features
@@ -80,22 +80,22 @@ def build(
         )
         optimizer = Optimizer(model, rule, seed=seed)
 
-    Under `jax.set_mesh(...)` the parameters lie on the mesh.
+    Under `jax.set_mesh(...)` the parameters are placed on the mesh.
 
     Args:
-      config: the layers and the loss; or that of a model of histories, or of clicks.
-      data: `[rows, features]`: a `SparseDataset`, what `scan_parquet` gives, a `CSR` or a
-        SciPy matrix; or histories, also of `scan_sequences`; or clicks, also of
-        `scan_clicks`. Only its number of columns counts, or of the ids of each feature,
-        unless the network has a linear part, which is computed from it.
-      rule: rule by which parameters change; by default `sparsejax.optimizers.adam(1e-3)`, for
-        clicks `adamw(2e-3)` with a weight decay that follows from the number of examples. The
-        rule of `sparsejax.training.recipe` suits a training with a known end better.
+      config: configuration of a network, or of a model of histories or clicks.
+      data: `[rows, features]`: a `SparseDataset`, a result of `scan_parquet`, a `CSR` or a SciPy
+          matrix; or histories, also scanned by `scan_sequences`; or clicks, also scanned by
+          `scan_clicks`. Only its number of columns, or the number of ids of each feature, is used,
+          unless the network has a linear part, which is computed from the data.
+      rule: rule of the optimizer; by default `sparsejax.optimizers.adam(1e-3)`, for clicks
+          `adamw(2e-3)` with a weight decay that depends on the number of examples. If the number
+          of steps is known, the rule of `sparsejax.training.recipe` is better.
       targets: `[rows, items]`, of the types of `data`; by default `data` itself. Models of
-        histories and of clicks have none.
-      item_features: content of the items, as `read_item_features` reads it. Items are matched
-        by name. Then an item's vector is the sum of its own and of its content's, and an item
-        without entries has the vector of its content alone: see `sparsejax.nn.ItemContent`.
+          histories and clicks have no targets.
+      item_features: content of the items, as `read_item_features` reads it, matched by item name.
+          The vector of an item is then the sum of its own and of its content's vector, and an item
+          without entries has only its content's vector: see `sparsejax.nn.ItemContent`.
       seed: seed of the random initial parameters, of the noise in training, and of the
         rounding of parameters in bfloat16.
 
@@ -103,11 +103,11 @@ def build(
       The model and the optimizer.
 
     Raises:
-      TypeError: `data` or `targets` has another type. (A click model whose tables are
-        placed by a plan of yours is made by `sparsejax.embeddings.build_click_model`.)
-      ValueError: the network cannot be made. For example, a tied output has another
-        number of items than features. A network is given histories, or a model of
-        histories or of clicks is given targets. No item has content.
+      TypeError: `data` or `targets` has an unsupported type. (For a click model with a custom
+          placement of tables, use `sparsejax.embeddings.build_click_model`.)
+      ValueError: the configuration is invalid for the data. For example, the output is tied and
+          the numbers of items and features differ; a network is given histories; a model of
+          histories or clicks is given targets; or no item has content.
       NotImplementedError: the data of a linear part is scanned.
     """
     kind, options = kind_of(config), {}
@@ -140,7 +140,7 @@ def set_linear_part(model: nnx.Module, data: Any) -> None:
 
 
 def matrix_of(data: Any) -> Any:
-    """The SciPy matrix of data from which a linear part is computed.
+    """Converts data to the SciPy matrix from which a linear part is computed.
 
     Raises:
       NotImplementedError: the data is scanned, so that it is not in memory.
@@ -158,8 +158,9 @@ def new_modules(maker: Maker, rule: Rule, *, seed: int) -> tuple[Any, Optimizer]
     """A new model and its optimizer, on the mesh if one is set. See `build`."""
     make = functools.partial(maker, rule=rule, seed=seed)
     if not mesh_is_set():
-        modules = nnx.jit(make)()  # one program in place of a dozen small ones
-        jax.block_until_ready(nnx.state(modules))  # if memory is short, it fails here
+        modules = nnx.jit(make)()  # one program instead of a dozen small ones
+        # an error for lack of memory is raised here
+        jax.block_until_ready(nnx.state(modules))
         return modules
     modules = make()
     nnx.update(modules, put_on_mesh(nnx.state(modules)))

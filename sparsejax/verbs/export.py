@@ -1,4 +1,4 @@
-"""Writes a model as programs that run without it."""
+"""Exports a model as programs that run without the model's code."""
 
 from __future__ import annotations
 
@@ -31,48 +31,45 @@ from sparsejax.whole_files import check_writable, temporary_folder
 def export_predictor(asked: Write) -> None:
     """Writes a model to a file, which `sparsejax.load_predictor` reads.
 
-    A predictor recommends without Flax and without the model's code. The file holds the
-    weights, and programs for 1, 8, 64, ... rows as StableHLO for CPUs and CUDA. They
-    compute the vectors of rows; `sparsejax.top_k` ranks the items when the file is used, on
-    Hopper GPUs by its program for them. A model with a `top_k` of its own has it in the file.
-    The number of entries is dynamic. What depends on the weights alone, like the norms of
-    the items' vectors, is computed now. The file appears at `path` whole or not at all.
+    A predictor recommends without Flax and without the model's code. The file contains the
+    weights, and programs for 1, 8, 64, ... rows as StableHLO for CPUs and CUDA. These compute the
+    vectors of rows. `sparsejax.top_k` ranks the items when the file is used, on Hopper GPUs by its
+    special program. If a model has its own `top_k`, the file contains it. The number of entries is
+    dynamic. Values that depend only on the weights, like norms of item vectors, are computed at
+    export. The file is renamed to `path` when it is complete.
 
-    A model on a mesh is written for one device. With several processes all call this
-    function and the first one writes. No host needs room for the whole of a kernel that
-    is divided.
+    A model on a mesh is written for one device. With several processes, all must call this
+    function, and the first one writes. No host needs memory for a whole kernel that is divided.
 
     >>> export_predictor(model, "model.predictor", k=10, names=train)
 
-    A model of histories gives a predictor that takes a history of names, the oldest item
-    first, or a `SequenceDataset`. If the model uses times and the data in `names` have them,
-    the predictor reads the times of a `SequenceDataset`.
+    A history model gives a predictor that takes a history of names, the oldest item first, or a
+    `SequenceDataset`. If the model uses times and the data in `names` has times, the predictor
+    reads the times of a `SequenceDataset`.
 
-    A click model is written with its tables, and `sparsejax.load_predictor` reads it, too.
-    With the clicks that it was trained on as `names`, the file also has their schema and
-    vocabularies, and the predictor takes records as they are. The model may use the ids only
-    by passing them on to its collections. Tables take a quarter of the room with
-    `table_dtype`. Each row has a scale of its own. For int8 it also has an offset, and a
-    number is off by at most `(max - min) / 510` of its row. For float8 it is off by at most
-    a sixteenth, or `max |row| / 458752` if that is more. Tables that would not become
-    smaller stay as they are, such as those of the linear part of `WideDeep`::
+    A click model is written with its tables. If `names` are the clicks that it was trained on, the
+    file also contains their schema and vocabularies, and the predictor takes records as they are.
+    The model may only pass the ids on to its collections. With `table_dtype`, tables take a
+    quarter of the space. Each row has its own scale. For int8 it also has an offset, and the error
+    of a number is at most `(max - min) / 510` of its row. For float8 the error is at most a
+    sixteenth of the number, or `max |row| / 458752` if that is more. Tables that would not become
+    smaller are not converted, such as those of the linear part of `WideDeep`::
 
         export_predictor(model, "clicks.predictor", names=train, table_dtype="int8")
 
-    Dynamic tables are written with the index of their ids. The predictor finds rows, and gives
-    none to new ids.
+    Dynamic tables are written with the index of their ids. The predictor finds their rows, and
+    assigns no rows to new ids.
 
     Raises:
       FloatingPointError: a weight is NaN.
       OSError: the file cannot be written.
       OtherProcessError: process 0 could not write the file; the message says why.
-      ValueError: the number of names is not that of the items. `path` cannot be a file.
-        `item_features` is given of a model without content, or is other content.
-        This kind of model has no use for an argument, or its output layer has none for
-        `int8`.
-        The model does something that a predictor may not do, for example a callback into
-        Python. For clicks: `names` do not fit the tables, or a table that is to become
-        smaller has a number that is not finite.
+      ValueError: the number of names differs from the number of items. `path` cannot be a file.
+          `item_features` is given for a model without content, or differs from its content. An
+          argument does not apply to this kind of model, or `int8` does not apply to its output
+          layer. The model contains an operation that is not allowed in a predictor, for example a
+          callback into Python. For clicks: `names` do not match the tables, or a table to convert
+          has a number that is not finite.
     """
     kind = kind_of_model(asked.model)
     asked.check_kind(kind.name)
@@ -100,16 +97,16 @@ def export_predictor(asked: Write) -> None:
 
 @verb(Write)
 def export_with_answer(asked: Write) -> None:
-    """Does as `export_predictor`, and also writes the answer to an example into the file.
+    """Works like `export_predictor`, and also stores the answer to an example in the file.
 
-    To get the answer, the file is loaded, beside the model, and a program is compiled. Runs and
-    commands call this, as their files are served. `export_predictor` does not, since it needs
-    no room for a second model on the device. Several processes write no answer.
+    To compute the answer, the file is loaded, besides the model, and a program is compiled. Runs
+    and commands call this function, as their files are served. `export_predictor` stores no
+    answer, so that the device needs no room for a second model. Several processes store no answer.
 
     Raises:
       FloatingPointError: a score is NaN or infinite.
       OSError: the file cannot be written.
-      ValueError: a model or an argument does not fit, as in `export_predictor`.
+      ValueError: a model or an argument is invalid, as in `export_predictor`.
     """
     path = asked.path
     options = {name: getattr(asked, name) for name in asked.given}
@@ -117,7 +114,7 @@ def export_with_answer(asked: Write) -> None:
         export_predictor(**options)
         return
     check_writable(path)
-    where = pathlib.Path(path).resolve()  # a link stays a link
+    where = pathlib.Path(path).resolve()  # replaces the target of a link, not the link
     with temporary_folder(where.parent) as folder:
         made = folder / FILE
         try:

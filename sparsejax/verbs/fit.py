@@ -1,4 +1,4 @@
-"""Training on data that lives on the device."""
+"""Training on data that is stored on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from sparsejax.options.training import Fit
 
 @runtime_checkable
 class Fittable(Trainable, Recommender, Protocol):
-    """An item model that `fit` can train: an `nnx.Module` with the methods of both.
+    """The protocol of item models that `fit` can train: an `nnx.Module` with the methods of both
+    bases.
 
     `FeedForward` has them.
     """
@@ -34,24 +35,24 @@ def fit(asked: Fit) -> list[dict[str, float]]:
 
     The loss of a step is the mean of `weights_b loss_b` over the examples of the batch.
     The data is copied to the device once. Several steps at a time then run as one compiled
-    program, which picks its rows there. The order of examples depends on `seed`, the epoch
-    and the batch size only. At the end rows are brought up to date (`Optimizer.flush`).
+    program, which gathers its rows there. The order of examples depends only on `seed`, the epoch
+    and the batch size. At the end, pending updates of rows are applied (`Optimizer.flush`).
 
-    Parameters and state are overwritten in place. Anything else that holds them, such as
-    a copy by `nnx.clone`, keeps its values. After any exception, including Ctrl-C, the
-    model is as the last dispatch left it.
+    Parameters and state are overwritten in place. Copies, such as those made by `nnx.clone`, keep
+    their values. After an exception, including Ctrl-C, the model has the state after the last
+    dispatch.
 
-    Under `jax.set_mesh(make_mesh(...))` the data is divided over the devices, and the
-    batches are the same. Make the model and the optimizer there, too::
+    Under `jax.set_mesh(make_mesh(...))` the data is divided over the devices, and the batches do
+    not change. Make the model and the optimizer under the mesh, too::
 
         with jax.set_mesh(make_mesh(data=2, model=4)):
             model = FeedForward(config, inputs=size, outputs=size, rngs=nnx.Rngs(0))
             optimizer = Optimizer(model, optimizers.adam(1e-3))
             fit(model, optimizer, train)
 
-    A model of histories is trained on a `SequenceDataset`, or what `scan_sequences` gives,
-    to predict each item from those before it. It learns from the last
-    `max_length + 1` items of each row::
+    A history model is trained on a `SequenceDataset`, or a result of `scan_sequences`, to predict
+    each item from the items before it. It learns from the last `max_length + 1` items of each
+    row::
 
         train, heldout = histories.split_last()
         model = SASRec(SASRecConfig(), items=train.num_features, rngs=nnx.Rngs(0))
@@ -65,32 +66,32 @@ def fit(asked: Fit) -> list[dict[str, float]]:
         optimizer = Optimizer(model, optimizers.adam(5e-4))
         fit(model, optimizer, train, validation=heldout, early_stopping=EarlyStopping())
 
-    To a model with dynamic tables, or tables in host memory, `ids` is a `FeatureBatch`, which
-    only an `EmbeddingCollection` reads.
+    If a model has dynamic tables, or tables in host memory, `ids` is a `FeatureBatch`, which only
+    an `EmbeddingCollection` can read.
 
-    While it runs on a terminal, a bar shows loss, examples per second and time left.
+    On a terminal, a progress bar shows loss, examples per second and remaining time.
 
     Returns:
-      One entry per epoch: "epoch", "step", "loss", "examples_per_second", and the
-      validation metrics. Clicks on a mesh that divides tables also have "overflows". Clicks
-      with dynamic tables have "found", "inserted", "refused" and "evicted": of an epoch, or of
-      what was left of it after a resume, the share of the ids.
+      An entry for each epoch: "epoch", "step", "loss", "examples_per_second", and the validation
+      metrics. Clicks on a mesh that divides tables also have "overflows". Clicks with dynamic
+      tables have "found", "inserted", "refused" and "evicted": shares of the ids of the epoch, or
+      of its remaining part after a resume.
 
     Raises:
       FloatingPointError: the loss is not finite. The message names epoch and step. The
         last good checkpoint stays.
-      TypeError: the model or the optimizer has another type.
-      ValueError: shapes, names, values or settings do not fit; this kind of data has no
-        use for an argument; a checkpoint is of other data.
+      TypeError: the model or the optimizer has an unsupported type.
+      ValueError: shapes, names, values or settings do not match; an argument does not apply to
+          this kind of data; or a checkpoint belongs to other data.
       NotImplementedError: `fused` with a tied output, with several targets, or with a
         model that has no `SparseOutput` of its own; one of several inputs is scanned;
         scanned clicks are text; scanned histories have `targets` or `weights`.
       FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
       BlockingIOError: another process trains into `checkpoint_dir`. The message says
         which one.
-      KeyboardInterrupt: Ctrl-C. The steps that were running have ended, and a checkpoint
-        was saved. A second Ctrl-C does not wait for these steps. With several processes,
-        one of them was told to end by Ctrl-C or SIGTERM, and all have saved.
+      KeyboardInterrupt: Ctrl-C was pressed. The running steps have ended, and a checkpoint was
+          saved. A second Ctrl-C does not wait for these steps. With several processes, one of them
+          received Ctrl-C or SIGTERM, and all have saved.
     """
     check_modules(asked.model, asked.optimizer)
     kind = kind_of(asked.inputs)

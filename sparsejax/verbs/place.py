@@ -1,4 +1,4 @@
-"""Data on the devices, for a loop of one's own."""
+"""Places data on the devices, for a custom training loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def place(
     weights: ArrayLike | None = None,
     model: HistoryModel | None = None,
 ) -> Examples:
-    """Checks data to train on and copies it to the device, or over the mesh that is set.
+    """Checks training data and copies it to the device, or divides it over the current mesh.
 
     >>> examples = place(train)
     >>> examples.num_rows == train.num_rows
@@ -25,14 +25,13 @@ def place(
 
     Args:
       inputs: `[rows, features]`, or several by name, or histories, or clicks, see `fit`.
-      targets: `[rows, items]`, see `fit`; a single input itself by default.
+      targets: `[rows, items]`, see `fit`; by default a single input is its own target.
       weights: `[rows]`, weight of each example; 1 by default.
-      model: the history model that is trained, which has the length of histories; only for
-        histories.
+      model: history model to train, which determines the length of histories; only for histories.
 
     Raises:
-      TypeError: a source has another type, or histories come without a model.
-      ValueError: there are no rows, a row is missing, or a weight is wrong.
+      TypeError: a source has an unsupported type, or histories are given without a model.
+      ValueError: there are no rows, a source lacks a row, or a weight is invalid.
     """
     examples = kind_of(inputs).examples(model, inputs, targets, weights)
     examples.on_device(0, None)

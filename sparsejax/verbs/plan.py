@@ -1,4 +1,4 @@
-"""The memory that training will need on each device, found without such a device."""
+"""Estimates the memory that training needs on each device, without using such a device."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from sparsejax.sparse import MAX_ENTRIES
 
 
 class Compiled(NamedTuple):
-    """Memory of the compiled program on devices of the kind here, in bytes.
+    """Memory of the compiled program on devices of the kind in this machine, in bytes.
 
-    A CPU has another program than a GPU: with other operations, smaller chunks, and 16
-    steps that are not sorted ahead. Only `kept` can be compared.
+    A CPU's program differs from a GPU's: it has other operations, smaller chunks, and 16 steps
+    whose inputs are not sorted ahead. Only `kept` can be compared between them.
 
     Attributes:
       platform: "cpu" or "gpu".
-      kept: weights, state, data set and order: the arguments of the program. For histories
-        it does not read the places that have a next item, which are not counted.
-      temporary: all other arrays that the program makes.
+      kept: weights, state, data set and order: the arguments of the program. For histories the
+          program does not read the positions that have a next item, so they are not counted.
+      temporary: all other arrays that the program allocates.
     """
 
     platform: str
@@ -50,7 +50,7 @@ class Compiled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Footprint):
-    """Memory of a GPU of a mesh while `fit` trains, and the bytes that it sends in a step.
+    """Memory of each GPU of a mesh while `fit` trains, and the bytes that it sends in a step.
 
     >>> config = NetworkConfig.autoencoder((1024,))
     >>> sizes = {"inputs": 8_000_000, "rows": 10_000_000, "entries": 300_000_000}
@@ -61,38 +61,38 @@ class Plan(Footprint):
     Sizes are in bytes, on one device.
 
     Attributes:
-      data: devices over which batches are divided.
-      model: devices over which the first kernel is divided. The last kernel is divided
-        over all devices.
+      data: number of devices over which batches are divided.
+      model: number of devices over which the first kernel is divided. The last kernel is divided
+          over all devices.
       steps: number of steps in a dispatch.
       entries: number of entries of the inputs or of the targets, whichever is larger, on the
-        fullest device; for histories the number of places that have a next item.
+          fullest device; for histories the number of positions that have a next item.
       weights: parameters, and content of the items.
       state: state of the optimizer.
-      dataset: inputs and targets; for histories their last items, and the places of targets.
+      dataset: inputs and targets; for histories their last items, and the positions of targets.
       order: order of the rows in an epoch.
-      batches: batches of all steps in a dispatch, and arrays that a step makes from their
-        entries.
+      batches: batches of all steps in a dispatch, and arrays that a step computes from their
+          entries.
       hidden: activations of the hidden layers, or of the blocks, and their gradients.
-      operand: a copy of the last kernel in bfloat16, and factors of cosines; or the items'
-        vectors, if they have content.
+      operand: a copy of the last kernel in bfloat16, and factors of cosines; or the item vectors,
+          if items have content.
       output_gradient: gradient of the last kernel, if it is not applied chunk by chunk.
       chunk: scores of a part of the items, and the gradient of their rows.
-      input_gradient: gradient of the rows of the first kernel that a batch touches; or of
-        the vectors of the items, as histories read them.
+      input_gradient: gradient of the rows of the first kernel that a batch touches; for histories,
+          of the item vectors in the input.
       sorting: arrays for sorting the entries of a dispatch, or the rows of an epoch.
       linear: arrays for computing the linear part of the network, before training, on the first
         device.
-      temporary: the largest sum of the eight above that exist at once: before training, while
-        sorting, in the output layer, or in the input layer.
-      by_parts: whether vectors of items with content are made part by part, and not stored,
-        as `fit` does where they do not fit otherwise.
-      over_data: `{purpose: bytes}` that are sent along "data" in a step, by a ring.
-      over_model: `{purpose: bytes}` that are sent along "model" in a step.
-      memory: memory of a device; None if it is not known.
-      least_model: the smallest `model` that fits, with this `data`; None if no `model` fits, or
-        the memory is not known.
-      compiled: figures of the compiler, if they were asked for.
+      temporary: largest sum of those of the eight above that exist at the same time: before
+          training, while sorting, in the output layer, or in the input layer.
+      by_parts: whether item vectors with content are computed part by part, and not stored, as
+          `fit` does if they do not fit.
+      over_data: `{purpose: bytes}` that each device sends along "data" in a step, by a ring.
+      over_model: `{purpose: bytes}` that each device sends along "model" in a step.
+      memory: memory of a device in bytes; None if unknown.
+      least_model: smallest `model` that fits, with this `data`; None if no `model` fits, or the
+          memory is unknown.
+      compiled: memory of the compiled program, if requested; else None.
     """
 
     memory: int | None = None
@@ -101,13 +101,13 @@ class Plan(Footprint):
 
     @property
     def fits(self) -> bool | None:
-        """Whether the memory and 32-bit numbers of entries suffice; None if not known."""
+        """Whether the memory suffices, and numbers of entries fit in 32 bits; None if unknown."""
         if self.memory is None:
             return None
         return self.total <= self.memory and self.entries <= MAX_ENTRIES
 
     def table(self) -> str:
-        """All figures as text, and whether they fit."""
+        """A table of all figures as text, with a line about whether they fit."""
         devices = self.data * self.model
         where = "on one device" if devices == 1 else f"on each of {devices:,} devices"
         lines = [
@@ -162,7 +162,7 @@ class Plan(Footprint):
 
 @verb(planning.Plan)
 def plan(asked: planning.Plan) -> Plan:
-    """The memory that `fit` needs on each GPU of a mesh. No arrays of that size are made.
+    """Estimates the memory that `fit` needs on each GPU of a mesh, without allocating it.
 
     >>> config = NetworkConfig.autoencoder((1024,))
     >>> sizes = {"inputs": 8_000_000, "rows": 10_000_000, "entries": 300_000_000}
@@ -172,9 +172,9 @@ def plan(asked: planning.Plan) -> Plan:
     >>> planned.weights // 10**9  # two kernels of 8 million x 1,024 x 4, and biases
     66
 
-    Weights, state and data are exact, except that a mesh is assumed to divide the data
-    evenly to 5 %. Temporary arrays are those of our GPU programs on an H200. Validation,
-    the host's memory, and what the compiler tries out are not counted.
+    Weights, state and data are exact, except that a mesh is assumed to divide the data evenly to 5
+    %. Temporary arrays are those of our GPU programs on an H200. Validation, host memory, and
+    memory for the compiler's autotuning are not counted.
 
     For a model of histories, `inputs` is the number of items:
 
@@ -183,8 +183,8 @@ def plan(asked: planning.Plan) -> Plan:
     >>> planned.dataset // 10**6  # items and times of 51 places a row, and where targets are
     1071
 
-    Its activations are those that JAX keeps for the backward pass. What a mesh sends is
-    estimated, as XLA's partitioner chooses it.
+    Its activations are those that JAX keeps for the backward pass. The bytes sent over a mesh are
+    estimated, as XLA's partitioner chooses the transfers.
 
     Raises:
       ValueError: a size is not positive, the mesh cannot be made or does not divide the
@@ -224,7 +224,7 @@ def _compiled(job: Workload, data: int, model: int) -> Compiled:
 
 
 def program(job: Workload, data: int, model: int) -> jax.stages.Compiled:
-    """Compiles a dispatch for a mesh of devices of the kind here, from shapes alone."""
+    """Compiles a dispatch from shapes, for a mesh of devices of the kind in this machine."""
     mesh = None
     if data * model > 1:
         devices = _devices(data * model)
@@ -274,7 +274,7 @@ def program(job: Workload, data: int, model: int) -> jax.stages.Compiled:
 
 
 def _devices(count: int) -> list[jax.Device]:
-    """At least this many devices of the kind here. GPUs among them need not exist."""
+    """At least `count` devices of the kind in this machine. GPUs among them need not exist."""
     devices = jax.devices()
     if len(devices) >= count or devices[0].platform != "gpu":
         return devices
@@ -283,7 +283,7 @@ def _devices(count: int) -> list[jax.Device]:
 
 
 def read_bytes(text: str) -> int:
-    """The number of bytes that a size such as "141GB", "1.5 TB" or "139 GiB" means."""
+    """Converts a size such as "141GB", "1.5 TB" or "139 GiB" to a number of bytes."""
     found = re.fullmatch(r"(\d+\.?\d*)\s*([kKMGT]?)(i?)B", text.strip())
     if found is None:
         raise ValueError(f'expected a size such as "141GB" or "139GiB", got {text!r}')

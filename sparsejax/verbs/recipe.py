@@ -1,4 +1,4 @@
-"""The training that suits most data: batch size, epochs, optimizer and learning rate."""
+"""Default training settings: batch size, epochs, optimizer and learning rate."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from sparsejax.optimizers.schedules import Schedule, schedule
 
 @runtime_checkable
 class HasExamples(Protocol):
-    """Data that says how many examples of it there are to train on."""
+    """Data with a number of training examples."""
 
     @property
     def num_examples(self) -> int:
-        """Its rows; of histories those with two entries or more."""
+        """Number of rows; for histories, of rows with at least two entries."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to train: arguments of `build` and of `fit`. `recipe` makes it.
+    """Arguments of `build` and `fit` that suit some data, made by `recipe`.
 
     >>> recipe(NetworkConfig.autoencoder((64,)), 1_000).num_epochs  # of two steps
     100
 
     Attributes:
-      batch_size: examples of a step.
-      num_epochs: passes over the data.
-      rule: the optimizer's rule. Its learning rate falls to 0 at the last step.
+      batch_size: number of examples in a step.
+      num_epochs: number of passes over the data.
+      rule: rule of the optimizer. Its learning rate falls to 0 at the last step.
     """
 
     batch_size: int
@@ -44,8 +44,8 @@ class Recipe:
 
 
 def steps_of_epoch(chunks: Sequence[int], batch_size: int) -> int:
-    """The steps of an epoch over chunks of so many rows."""
-    # `fit` says what is wrong with the rows or the size; a schedule cannot have 0 steps.
+    """Number of steps in an epoch, given the number of rows in each chunk."""
+    # `fit` reports invalid numbers of rows or batch sizes; a schedule cannot have 0 steps.
     return max(sum(math.ceil(rows / max(batch_size, 1)) for rows in chunks), 1)
 
 
@@ -56,7 +56,7 @@ def learning_rate(
 
     It falls along a cosine, unless `decay` is False.
     """
-    steps = max(steps, 1)  # `fit` says what is wrong with the number of epochs
+    steps = max(steps, 1)  # `fit` reports an invalid number of epochs
     if not decay and not warmup:
         return peak
     if not warmup:
@@ -75,7 +75,7 @@ def recipe(
     num_epochs: int | None = None,
     peak: float | None = None,
 ) -> Recipe:
-    """The training of `sparsejax train` without flags.
+    """The default training settings of `sparsejax train`.
 
     >>> config = NetworkConfig.autoencoder((64,))
     >>> how = recipe(config, 100_000)
@@ -89,15 +89,15 @@ def recipe(
         fit(model, optimizer, train, **sizes)
 
     Args:
-      config: the network, or the model of histories or of clicks.
-      data: the data to train on; or its number of rows, for histories of rows with two entries
-        or more.
+      config: configuration of a network, or of a model of histories or clicks.
+      data: data to train on, or its number of rows; for histories the number of rows with at least
+          two entries.
       batch_size: number of rows in a step. By default 512, for histories 256; for clicks the
         power of 2 that is nearest to the root of the number of rows, 64 to 4,096.
       num_epochs: number of passes over the data. By default as many as 200 steps take, but at
         least 30; for histories as many as 3,500 steps take, but 40 to 300; for clicks as many
         as 1,000 steps take, but at most 10.
-      peak: the learning rate of the first step; .002 by default, for clicks .005.
+      peak: highest learning rate; by default .002, for clicks .005.
     """
     rows = data if isinstance(data, int) else data.num_examples
     defaults = kind_of(config).defaults_of(config).for_data(data)

@@ -33,28 +33,26 @@ from sparsejax.options.predicting import Rank
 @using_auto_axes()
 @verb(Rank)
 def recommend(asked: Rank) -> Recommendations:
-    """The `k` best of all items for each row of `inputs`.
+    """Recommends the `k` best of all items to each row of `inputs`.
 
-    A row without entries gets the recommendations that the model makes for an empty row.
-    One program is compiled for all batches. It also serves later calls with data of
-    similar size. Under `jax.set_mesh`, with a model made there, batches and kernels are
-    divided over the mesh.
+    A row without entries gets the recommendations for an empty row.
+    One program is compiled for all batches, and reused for later data of similar size. Under
+    `jax.set_mesh`, with a model made there, batches and kernels are divided over the mesh.
 
     >>> found = recommend(model, train, k=10)
     >>> found.names(train)[0]
     ['/...', '/...', ...]
 
-    For histories, a `SequenceDataset`, these are the items that are most likely next. Users
-    that the model was not trained on need nothing else. Where items repeat, let those of a
-    history come again::
+    For histories, a `SequenceDataset`, these are the most likely next items. Users need not be in
+    the training data. If items repeat, do not exclude the items of a history::
 
         recommend(model, histories, k=10, exclude=None)
 
     Raises:
       FloatingPointError: a score is NaN; the message names the row.
       TypeError: `inputs` or `exclude` has a type that is not supported.
-      ValueError: `inputs` or `exclude` does not fit the model, or they do not fit each
-        other; there is no such item, or none is left.
+      ValueError: `inputs` or `exclude` do not match the model or each other; an item is unknown,
+          or all items are excluded.
     """
     steps = _steps(asked)
     graphdef, state = split(steps.ranker, asked.optimizer)
@@ -70,23 +68,24 @@ def lower_recommend(asked: Rank) -> Callable[[], object]:
     """Lowers the program that `recommend` runs; see `Keepable.lower_ahead`.
 
     Args:
-      asked: the call, without an optimizer. The model may have shapes in place of arrays.
+      asked: arguments of `recommend`, without an optimizer. The model may have shapes in place of
+          arrays.
     """
     steps = _steps(asked)
     graphdef, state = nnx.split((steps.ranker, None))
     for step in steps.batches:
         return recommended[False].lower_ahead(graphdef, state, *step)
-    return lambda: None  # there are no rows
+    return lambda: None  # nothing is compiled, as there are no rows
 
 
 class _Steps(NamedTuple):
-    """Rows that a model is shown, in batches.
+    """The batches of a call of `recommend`.
 
     Attributes:
-      ranker: the model.
-      rows: all rows.
+      ranker: model that ranks items.
+      rows: all rows to recommend to.
       batch_size: number of rows scored at a time.
-      batches: arguments of `recommended` after the model, for each batch.
+      batches: for each batch, the arguments of `recommended` after the model.
     """
 
     ranker: Recommender
@@ -96,7 +95,7 @@ class _Steps(NamedTuple):
 
 
 def _steps(asked: Rank) -> _Steps:
-    """Checks the arguments of `recommend`, and returns its batches."""
+    """Checks the arguments of `recommend`, and makes batches from them."""
     inputs, batch_size = asked.inputs, asked.batch_size
     if asked.context is not None:
         if not hasattr(inputs, "with_context"):
@@ -111,7 +110,7 @@ def _steps(asked: Rank) -> _Steps:
     x = shown.rows
     names = getattr(inputs, "feature_names", None)
     if names is not None and len(names) != ranker.num_items:
-        names = None  # of the features, which are not the items
+        names = None  # these names belong to features that are not items
     denied = denied_items(
         ranker.num_items,
         names,

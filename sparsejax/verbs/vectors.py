@@ -48,8 +48,8 @@ from sparsejax.whole_files import check_writable, whole_file
 
 FORMATS = (".npy", ".npz", ".parquet")
 
-# `.npz` pads all names to the same length. The padded names may take this many bytes, or
-# this many times the bytes of the names.
+# `.npz` pads all names to the same length. The padded names may take this many bytes, or this many
+# times the bytes of the unpadded names.
 _SMALL_BYTES, _MAX_PADDING = 2**26, 16
 
 
@@ -73,7 +73,7 @@ class Encoder(Protocol):
         ...
 
     def encode(self, x: Any, *, deterministic: bool | None = None) -> jax.Array:
-        """`[batch, hidden]`, the input of the output layer."""
+        """Computes the input `[batch, hidden]` of the output layer."""
         ...
 
 
@@ -81,11 +81,10 @@ class Encoder(Protocol):
 def item_vectors(model: HasItems) -> np.ndarray:
     """The items' vectors, `[num_items, hidden]` float32.
 
-    They are the rows of the output kernel; with content of the items, the sums with it.
-
-    If `u` is a row of `user_vectors` and `v` is an item's vector, the score of the item is
-    `u . v + bias`. If the output layer has a temperature, it is
-    `u . v / (|u| |v| temperature) + bias`. Rows that only fill up the kernel are left out.
+    They are the rows of the output kernel, without padding rows; with content, the sums of rows
+    and content vectors. If `u` is a row of `user_vectors` and `v` is an item's vector, the score
+    of the item is `u . v + bias`. If the output layer has a temperature, it is `u . v / (|u| |v|
+    temperature) + bias`.
 
     >>> item_vectors(model).shape
     (294, 64)
@@ -109,7 +108,7 @@ def user_vectors(
 ) -> np.ndarray:
     """The last hidden layer's output for each row of `inputs`, `[rows, hidden]` float32.
 
-    The vector of a history is the one of its last entry, which depends on all entries before
+    The vector of a history is the output at its last entry, which depends on all entries before
     it.
 
     >>> user_vectors(model, train).shape
@@ -119,19 +118,19 @@ def user_vectors(
       model: a `FeedForward`, or a module with `num_features` and `encode`; for histories a
         `SequenceModel`, or a `HistoryModel` with `last`.
       inputs: `[rows, features]`; or several by name, see `fit`; or histories.
-      optimizer: the model's optimizer. Pass it while rows of the weights may not be up to date
-        (see `Optimizer.flush`): they are then read as if they were up to date.
-      batch_size: rows at a time.
+      optimizer: optimizer of the model, needed if updates of weight rows are pending (see
+          `Optimizer.flush`): vectors then include these updates.
+      batch_size: number of rows encoded at a time.
 
     Raises:
-      TypeError: `inputs` has a type that is not supported, or the model makes no vectors.
-      ValueError: `inputs` does not fit the model.
+      TypeError: `inputs` has an unsupported type, or the model does not compute vectors.
+      ValueError: `inputs` does not match the model.
     """
     check_positive(batch_size=batch_size)
     encoder, x = kind_of(inputs).encoder(model, inputs)
     check_inputs(x, features_of(encoder))
     batch_size = rows_in_a_batch(batch_size, x.num_rows)
-    # Without rows, one empty row: its result has the width of the vectors.
+    # For no rows, an empty row is encoded, whose result has the width of the vectors.
     rows = np.arange(x.num_rows) if x.num_rows else np.array([-1])
     batches = batches_of(x, held_inputs(x), rows, batch_size)
     graphdef, state = split(encoder, optimizer)
@@ -148,10 +147,10 @@ def similar_items(
     *,
     names: FeatureNames | Iterable[object] | None = None,
 ) -> Recommendations:
-    """The `k` items whose vectors have the largest cosine with each given item's.
+    """Finds the `k` items whose vectors have the largest cosine with that of each given item.
 
-    An item is not among the items similar to it. A vector of zeros has the cosine 0 with
-    all others. Items whose vectors are not finite are left out, with a warning.
+    An item is not similar to itself here. A zero vector has the cosine 0 with all others. Items
+    whose vectors are not finite are excluded, with a warning.
 
     >>> similar_items(model, ["/products"], k=3, names=train).names(train)
     [['/...', '/...', '/...']]
@@ -160,9 +159,9 @@ def similar_items(
       model: a `FeedForward`, or a module with a `SparseOutput` called `output`. Its rows must
         be up to date, as they are after `fit`, `load_model` or `Optimizer.flush`.
       items: `[n]` numbers of items, or their names.
-      k: similar items for each.
-      names: names of all items, or a data set whose features they are; needed if `items`
-        are names.
+      k: number of similar items for each item.
+      names: names of all items, or a data set whose features are the items; needed if `items` are
+          names.
 
     Returns:
       Ids `[n, k]`, and cosines as scores.
@@ -197,7 +196,8 @@ def similar_items(
 def save_vectors(
     path: str | os.PathLike[str], vectors: np.ndarray, names: Iterable[object]
 ) -> None:
-    """Writes vectors, whole or not at all, in the form that the file's name asks for.
+    """Writes vectors to a file, in the format given by its ending; a partial file is never
+    visible.
 
     ::
 
@@ -212,13 +212,13 @@ def save_vectors(
     Args:
       path: the file, which is replaced if it exists.
       vectors: `[n, hidden]`.
-      names: `[n]`.
+      names: `[n]` names of the vectors.
 
     Raises:
       OSError: the file cannot be written.
-      ValueError: the name has another ending, or the number of names is not that of the
-        vectors, or `.npz` cannot hold the names, because their lengths differ very much
-        or because zero bytes end one.
+      ValueError: the ending is unknown, the number of names differs from the number of vectors, or
+          `.npz` cannot store the names, because their lengths differ very much or one ends with a
+          zero byte.
     """
     check_ending(path)
     check_writable(path)
@@ -240,7 +240,7 @@ def save_vectors(
     with whole_file(path) as file:
         match pathlib.Path(path).suffix:
             case ".npy":
-                # NumPy does not report a full disk if it is given a real file.
+                # NumPy does not report a full disk if it writes to a real file.
                 np.save(types.SimpleNamespace(write=file.write), vectors)
             case ".npz":
                 fixed = np.array(known.tolist(), np.str_)
@@ -253,13 +253,13 @@ def save_vectors(
 
 
 def check_ending(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError if vectors cannot be written to a file of this name."""
+    """Raises ValueError if the ending of a file name is not that of a format for vectors."""
     if pathlib.Path(path).suffix not in FORMATS:
         raise ValueError(f"{path}: vectors are written to {', '.join(FORMATS)} files")
 
 
 def _check_fixed_width(path: str | os.PathLike[str], names: Names) -> None:
-    """Raises ValueError for names that NumPy's type `<U` changes or makes too large."""
+    """Raises ValueError for names that NumPy's type `<U` would change or make too large."""
     lengths = np.strings.str_len(names)
     size, used = 4 * len(names) * int(lengths.max(initial=0)), 4 * int(lengths.sum())
     if size > max(_SMALL_BYTES, _MAX_PADDING * used):
@@ -284,13 +284,13 @@ def _encoded(graphdef, state, x: Shown) -> jax.Array:
 
 @jax.jit
 def _are_finite(kernel) -> jax.Array:
-    """`[rows]` bool."""
+    """`[rows]` bool: whether all numbers of a row are finite."""
     return replicated(jnp.isfinite(kernel).all(axis=1))
 
 
 @functools.partial(jax.jit, static_argnames=("k", "num_items", "kernel_spec"))
 def _similar(kernel, bias, ids, k: int, num_items: int, kernel_spec: jax.P | None):
-    # Divided first by the largest number, so that no square leaves float32.
+    # Divided by the largest number first, so that no square overflows or underflows float32.
     largest = jnp.max(jnp.abs(kernel), axis=1, initial=0)
     some = jnp.where(largest > 0, largest, 1)
     square = jnp.sum(jnp.square(kernel / some[:, None]), axis=1)
@@ -312,7 +312,7 @@ def _similar(kernel, bias, ids, k: int, num_items: int, kernel_spec: jax.P | Non
 
 
 def _ids(items, num_items: int, names) -> np.ndarray:
-    """`[n]` int32."""
+    """The numbers `[n]` int32 of items given by number or name."""
     if len(items) == 0:
         raise ValueError("items is empty; name at least one")
     given = np.asarray(items)
