@@ -1,6 +1,6 @@
 """Sparse rows times a dense matrix, by gathering rows: a Mosaic GPU program.
 
-How rows of any length are divided among programs is in `row_sums`.
+The module `row_sums` describes how rows of any length are divided among programs.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _traced_once(data, indices, indptr, w, missed, *, team, num_cols, dtype, con
 
 
 def _product(team, data, indices, indptr, w, missed, num_cols, dtype, config):
-    """`gather_matmul` by one kind of team; `data` is empty or has one array."""
+    """Runs `gather_matmul` with the given team; `data` is a list of one array or none."""
     num_rows, nse, hidden = indptr.shape[0] - 1, indices.shape[0], w.shape[1]
     programs = pl.cdiv(nse, config.entries)
     behind = [] if missed is None else missed.operands()

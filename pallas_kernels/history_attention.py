@@ -58,7 +58,7 @@ _FIRST_CELL = 127 << 2  # the quarter of an octave of 1.0
 # a warp that writes 8 rows uses all banks of memory equally.
 _PITCH = TILE + 8
 _SLOTS = 64  # sums of buckets that a thread has, in the memory of these rows
-_FEW = 4  # buckets for which a tile is read once each
+_FEW = 4  # with at most this many buckets, a tile is read once for each bucket
 _RATIO = 0.301  # see `sparsejax.ops.history_attention`
 _LOG2E = math.log2(math.e)
 _FEW_TILES = 2048  # up to this many tiles are ordered without sorting
@@ -379,7 +379,7 @@ def slopes(
     by_head = []
     if norms is not None:
         assert y is not None
-        # These products apply to all slopes of a query. Padding may have any values.
+        # The sum of y dy is subtracted from all slopes of a query. Padding may have any values.
         of_y = jnp.where(spans.inside[:, None, None], y.astype(jnp.float32), 0)
         products = jnp.where(of_y == 0, 0, dy * of_y)
         by_head = [norms, divisor * jnp.sum(products, axis=2).T]
@@ -715,7 +715,7 @@ class _Scores:
         layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
         mine = places.at[self.distance(c)]
         before = plgpu.load(mine, layout=layout)  # long before it is used
-        plgpu.commit_smem()  # the last tile has been read
+        plgpu.commit_smem()  # waits until all have read the last tile
         if self.scratch is not None:
             store(skewed.at[pl.ds(0, ROWS), pl.ds(ROWS, ROWS)], ds)
             plgpu.commit_smem()
@@ -748,7 +748,7 @@ class _Scores:
         count = last - second + 2
 
         def clear():
-            plgpu.commit_smem()  # everything has been read
+            plgpu.commit_smem()  # waits until all have read everything
 
             @pl.loop(0, div(count + 3, 4))
             def _(n):

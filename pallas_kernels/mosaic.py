@@ -57,7 +57,7 @@ def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def on_one_device(array: jax.Array) -> jax.Array:
-    """Marks an array, in a program that XLA must not divide; see `kernel`."""
+    """Returns the array; an error if XLA would divide the program, as `kernel` says."""
     return _on_one_device.bind(array)
 
 

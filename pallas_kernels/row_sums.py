@@ -35,7 +35,7 @@ from pallas_kernels.teams import Team, team_for
 
 _THREADS = 128  # in a warpgroup: rows are cut into multiples of it
 _FEWEST = 8  # smallest number of entries of a program
-_STRIDE = 2**15  # between numbers of programs: its square is an int32
+_STRIDE = 2**15  # largest distance of programs in a turn: its square is an int32
 _WAYS = 8  # each step of a search divides the rows into this many parts
 # Columns of a program that adds the pieces of cut rows. On ml20m, 512 columns with 8 pieces
 # at once take 6.6 us; 256 columns with 16 pieces take 10 us.

@@ -156,7 +156,7 @@ def row_update(
 
 
 def _moved(team: Team, update, catch_up, operands, valued, lagged, config):
-    """The arrays after `row_update` by one kind of team."""
+    """Runs `row_update` with the given team; returns the new arrays."""
     (indptr, dy), entries, tables, scalars, noise, arrays = operands
     given = *tables, *scalars, *noise
     hidden, programs = dy.shape[1], pl.cdiv(entries[0].shape[0], config.entries)

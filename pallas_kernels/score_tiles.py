@@ -31,7 +31,7 @@ from pallas_kernels.matmul_tiles import (
 
 TILE_ROWS = 128  # rows of a program's tile
 TILE_ITEMS = 256  # items of a program's tile
-WARPGROUPS = 4  # two by two
+WARPGROUPS = 4  # in a tile: two along rows, two along items
 COLUMNS = TILE_ITEMS // 2  # items of a warpgroup
 WIDE_ITEMS = WARPGROUPS * COLUMNS  # items of a program's tile of 64 rows
 _WIDE_STAGES = 3  # steps of such tiles that fit in shared memory

@@ -71,7 +71,7 @@ def slopes_product(
     """
     batch, hidden = h.shape
     down, across = batch // TILE_ROWS, size // COLUMNS
-    # There are several parts only if each program then has one part of one tile of rows.
+    # Items are divided into parts if there are at least twice as many programs as row tiles.
     parts = max(1, min(num_programs() // down, across))
     layer = ItemLayer(bias, None)
     of_labels = label_arrays(labels)
@@ -88,7 +88,7 @@ def slopes_product(
         sums_type = plgpu.ACC((ROWS, COLUMNS))
         count = across
         if not with_slopes:
-            # At least two, so that a program has had tiles in all slots; see `tile`.
+            # At least `_TILES` tiles, so that each part uses all slots; `tile` relies on it.
             inside = div(jnp.maximum(end - first, 0) + COLUMNS - 1, COLUMNS)
             count = jnp.clip(inside, min(across, max(_TILES, parts)), across)
 

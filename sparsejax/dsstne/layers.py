@@ -77,7 +77,7 @@ class Layer(nnx.Module):
     """A layer with the connections from its sources.
 
     Attributes:
-      layer: its definition.
+      layer: definition of the layer.
       rule: loss of an output.
       whole: whether an output is computed as an array `[batch, units]`, like hidden layers.
       ranked: number of items of an output that are ranked.

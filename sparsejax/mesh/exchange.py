@@ -107,7 +107,7 @@ def slots_for(
 
     Slots are distinct ids if there are fewer distinct ids than bags.
     """
-    # If a device's examples have far more ids than others, all devices gather, too.
+    # Most ids of a device. With more, all devices gather ids, as with too few places.
     mine = places(entries, room)
     share = 1 / model if share is None else share
     count = min(mine, places(entries * share, room))

@@ -217,7 +217,7 @@ def parts_of_axes() -> tuple[int, int]:
 
 
 def num_devices() -> int:
-    """Number of devices of the mesh that is set; 1 without a mesh. It works while tracing."""
+    """Number of devices of the mesh that is set; 1 without a mesh; also while tracing."""
     return math.prod(parts_of_axes())
 
 

@@ -190,7 +190,7 @@ def _chunks(kernel: jax.Array, fixed: Fixed):
     """Adds a leading axis of chunks to the kernel's rows and to the items' arrays."""
     rows = len(kernel)
     count = 1
-    # A power of 2, so that each chunk has whole blocks of tags.
+    # The number of chunks is a power of 2, so that each has whole blocks of tags.
     while rows // count > CHUNK_ITEMS and rows % (2 * count) == 0:
         if fixed.tags is not None and len(fixed.tags.indptr) < 2 * count:
             break
@@ -286,7 +286,7 @@ class Scoring(NamedTuple):
     temperature: float | None
 
     def layer(self, made: jax.Array, bias: jax.Array | None, like: jax.Array) -> Layer:
-        """The operands of the scores of some items, for hidden vectors such as `like`."""
+        """The operands of some items' scores; `like` has the dtype of the vectors."""
         scale = None
         if self.temperature is not None:
             scale = inverse_norm(made) / self.temperature

@@ -399,7 +399,7 @@ class Chunks(abc.ABC):
 
     @abc.abstractmethod
     def size(self, num_items: int, chunk_scores: int | None) -> int:
-        """The number of items in a chunk of about `chunk_scores` scores; None picks it."""
+        """The number of items in a chunk of about `chunk_scores` scores (None: the fastest)."""
 
     def size_to_normalise(self, num_items: int, size: int, layer: Layer) -> int:
         """The number of items in a chunk for `normalise`, where other chunks have `size` items."""

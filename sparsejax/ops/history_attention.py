@@ -29,7 +29,7 @@ Activation = Literal["silu", "softmax"]
 
 # Ratio of times in neighbouring buckets, as a logarithm; the number of HSTU's authors.
 TIME_RATIO = 0.301
-_NONE = 2**30  # more than there are tokens
+_NONE = 2**30  # larger than any token's index
 # Most entries of a block, and most scores that exist at once. A CPU has small blocks,
 # as most histories are short, and as many of them at once as its caches hold.
 _GPU_BLOCK, _GPU_SCORES = 128, 2**26

@@ -23,7 +23,7 @@ from sparsejax.mesh.layout import is_for_one_device
 # a GPU can lower a program for a GPU, and run the form that other machines run.
 Implementation = Literal["xla", "xla_gpu", "cusparse", "mosaic_gpu"] | None
 
-# Names of forms for GPUs. A name is used on every platform.
+# Implementations in a form for GPUs. When named, they are used on every platform.
 FOR_GPU = "xla_gpu", "cusparse", "mosaic_gpu"
 
 

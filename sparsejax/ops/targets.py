@@ -84,7 +84,7 @@ class TargetColumns(NamedTuple):
     def dense(
         self, values: bool, start: jax.typing.ArrayLike, shape: tuple[int, int]
     ) -> Bool[Array, "batch size"]:
-        """`values` at the labels of the chunk that begins at `start`."""
+        """A dense chunk with `values` at the labels, from column `start` on; False elsewhere."""
         numbers = jnp.arange(shape[1], dtype=jnp.int32)
         return ((self.columns - start)[:, None] == numbers[None]) & values
 

@@ -453,7 +453,7 @@ class _Recorder:
         outermost = _trace_state() == self.trace
         abstract = self.taps is None
         if not outermost and (abstract or path in self.dense):
-            # `_trace` then finds an ordinary use.
+            # `_trace` then reports an ordinary use of the kernel.
             return _read(None, x, w, implementation, dtype)
         stop = abstract or path in self.dense
         w = jax.lax.stop_gradient(w) if stop else _not_differentiable(w)

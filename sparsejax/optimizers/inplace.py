@@ -45,8 +45,8 @@ def overwrite[Result](
     Signals such as Ctrl-C are handled afterwards, never between the program and the storing.
 
     Args:
-      variables: the program may donate their arrays; it reads them when called.
-      program: function that returns an array for each variable, and a result that is passed on.
+      variables: variables whose arrays the program reads when called, and may donate.
+      program: function that returns a new array for each variable, and the result of the call.
     """
     with interrupts.uninterrupted():
         unshare(variables)
@@ -111,7 +111,7 @@ class Flattened:
 
         Args:
           program: function that takes a value for each variable and may donate it; it returns
-            as many, and a result that is passed on.
+            a new value for each variable, and the result of the call.
         """
         return overwrite(
             self.variables,

@@ -1044,7 +1044,7 @@ def _init_rows(rule: Rule, kernel: RowParam) -> dict[str, nnx.OptState]:
 
 
 def first_state(rule: Rule, w: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
-    """The state of rows that have these weights after some steps."""
+    """The initial state of rows with the weights `w` that are added at this step."""
     arrays = _first_state(rule, w).items()
     return {name: _at_step(name, array, step) for name, array in arrays}
 

@@ -305,7 +305,7 @@ async def _infer(
 ) -> Answered[_Answer]:
     """Answers a prediction request; see `_body` for `hold`."""
     model, number = _asked(scope)
-    form = service.version(model, number).form  # refuses before the body is read
+    form = service.version(model, number).form  # raises before the body is read
     wait = headers.get(_DEADLINE, b"")
     seconds = int(wait[:9]) / 1e3 if wait.isdigit() else None
     if headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):

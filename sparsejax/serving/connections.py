@@ -180,7 +180,8 @@ class _Connection(HttpToolsProtocol):
         if self._refusal or not (is_plain and self._is_asked) or self.cycle.more_body:
             return None
         self._has_ended = True
-        # A client of HTTP/1.1 skips this answer; HTTP/1.0 has no such answers.
+        # Sent to detect a client that has left. Clients of HTTP/1.1 skip a status 100; HTTP/1.0
+        # has no such status.
         cycle = self.cycle
         if cycle.scope["http_version"] == "1.1" and not (
             self.pipeline or cycle.response_started

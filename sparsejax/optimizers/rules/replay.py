@@ -125,7 +125,8 @@ class Replay:
         middle, radius = (high + log_d[0]) / 2, (high - log_d[0]) / 2
         x = (log_d - middle) / jnp.maximum(radius, 1e-6)
         x = jnp.minimum(jnp.maximum(x, -1), 1)
-        # Chebyshev polynomials at each step; the factor `exp(log_d / 2)` balances both ends.
+        # Chebyshev polynomials at each step, with a factor that is undone at the nodes below. It
+        # makes the interpolation equally exact at both ends.
         base = [factor * jnp.exp(-log_d / 2)]
         base.append(base[0] * x)
         while len(base) < _MANY:
