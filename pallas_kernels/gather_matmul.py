@@ -154,7 +154,8 @@ def gather_matmul(
     return _traced_once(rows, indices, indptr, w, missed, team=team, **sizes)
 
 
-# Tracing a program takes longer than compiling it, and `value_and_grad` traces a loss twice.
+# A jit of its own, so that it is traced once: tracing takes longer than compiling, and
+# `value_and_grad` traces a loss twice.
 @functools.partial(
     jax.jit, static_argnames=("team", "num_cols", "dtype", "config"), inline=True
 )

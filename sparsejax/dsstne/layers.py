@@ -160,7 +160,8 @@ class Layer(nnx.Module):
 
     @property
     def _loss_is_of_units(self) -> bool:
-        # A dropped unit is 0.5 with Sigmoid, so a score of 0 gives it. Others have no such score.
+        # With Sigmoid a dropped unit is 0.5, which a score of 0 gives. With other activations no
+        # score may give a dropped unit, so the loss is computed from units.
         activation = self.layer.activation
         return (
             self.layer.dropout > 0

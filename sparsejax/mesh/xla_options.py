@@ -11,19 +11,19 @@ import jax
 from sparsejax.mesh.kept_programs import Keepable
 from sparsejax.mesh.layout import is_for_one_device
 
-# XLA then chooses programs without timing them, and uses no operation whose result depends
-# on the order in which threads end. CPUs ignore the option.
+# With this option XLA chooses programs without timing them, and uses no operation whose
+# result depends on the order in which threads end. CPUs ignore the option.
 # A scatter then identifies an update by its index in the flat array. The index after a row's
 # last element is that of the next row's first element, whose update is lost (jax 0.11.2). So
 # updates to be dropped need an index outside the first axis, or a flat array.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
-# Matrix products are then computed by cuBLAS. Otherwise XLA compiles dozens of Triton programs
+# With this option matrix products are computed by cuBLAS. Otherwise XLA compiles dozens of Triton programs
 # for each product, to time them: 7 of the 10 s in which a training program compiled.
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
-# Fusions are then compiled in one way. Otherwise XLA compiles many of them in two ways, to time
-# both: a fifth of the compilation time of a command's programs. See `is_timed`.
+# With this option fusions are compiled in one way. Otherwise XLA compiles many of them in two
+# ways, to time both: a fifth of the compilation time of a command's programs. See `is_timed`.
 WITHOUT_TIMED_FUSIONS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
 # Operations that XLA puts into CUDA graphs by default, and loops. A list replaces
@@ -40,15 +40,16 @@ LOOPS_IN_GRAPHS = {
 # XLA's default graphs have the fault, too: so all programs of a training are `Programs`.
 WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
-# An exchange between devices then starts when its operands are ready, ends when its result is
-# needed, and overlaps others. By default XLA assumes that it takes no longer than a launch.
+# With these options an exchange between devices starts when its operands are ready, ends when
+# its result is needed, and overlaps others. By default XLA assumes that an exchange takes no
+# longer than a launch.
 OVERLAPPED = {
     "xla_gpu_enable_approx_costly_collectives": True,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
 
-# The devices of a process then copy rows to each other. Otherwise NCCL's programs do, which
+# With this option the devices of a process copy rows to each other. Otherwise NCCL's programs do, which
 # occupy multiprocessors that the layers need.
 COPIED = {"xla_gpu_use_memcpy_local_p2p": True}
 

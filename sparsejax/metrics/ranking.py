@@ -1,6 +1,6 @@
 """Ranking metrics, from the recommended ids and the held-out labels.
 
-All metrics take `ids: [batch, k_max]`, the items of each row in descending rank. -1 is an
+All metrics take `ids: [batch, k_max]`, the items of each row, best first. -1 is an
 empty rank, as in the result of `sparsejax.top_k`. The entries of `labels: [batch, items]`
 are the held-out items; their values are ignored. Let `hit_r` be 1 if the item at rank r
 is a label, else 0, and n the number of labels of the row, including those without an item

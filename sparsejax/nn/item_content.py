@@ -302,7 +302,7 @@ class ItemContent(nnx.Module):
         entries = self.entries[...]
         kept = jax.random.bernoulli(self.draws(), 1 - DROPPED, entries.shape)
         _, _, _, fixed = self._operands(entries, None)
-        # An item without content would have a vector of zeros.
+        # An item without content keeps its row: otherwise its vector would be zero.
         entries = jnp.where(kept | ~_have_content(fixed.tags, fixed.given), entries, 0)
         made = copy.copy(self)
         # Attributes cannot be set in another trace, so `vars` is updated.

@@ -314,7 +314,8 @@ def of_vectors(
         of_target = of_target * scale(mine).astype(summed)
         factors = scale(drawn).astype(summed)
         if drawn.dtype == summed:
-            # There are fewer vectors than scores; in lower precision they would be rounded twice.
+            # The factors are applied to the vectors, which are fewer than the scores. In lower
+            # precision this would round the vectors twice.
             drawn, factors = drawn * factors[:, None], None
     if dtype is None:
         others = jnp.matmul(flat, drawn.T, preferred_element_type=summed)

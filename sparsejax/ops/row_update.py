@@ -350,8 +350,8 @@ def step_of_arrays(
     """Step `count` as a function and scalars, as GPU programs take them.
 
     Returns:
-      A function of the list `[w, *state.values()]`, the gradient and the scalars. It returns
-      such a list, and passes further arguments on to the rule. Then the scalars.
+      A function of the list `[w, *state.values()]`, the gradient and the scalars, which returns
+      such a list and passes further arguments on to the rule; and the scalars.
     """
     numbers, tree = jax.tree.flatten(rule.numbers(count))
 

@@ -60,7 +60,7 @@ class Tuning(NamedTuple):
     whole: int = 0
 
 
-# At k 20, chunks of 2^19 scores take 1.3 times as long as this, 2^20 and 2^22 1.1 times (two
+# At k 20, chunks of 2^19 scores take 1.3 times as long as 2^21, 2^20 and 2^22 1.1 times (two
 # cores, batch 512, hidden 256, 40,960 items). Sorting is cheap: groups of 16 to 64 differ
 # little, and fewer than four groups for each of the k are slower. With 64 rows and as many
 # items, two chunks, each with a copy of its vectors, take 1.4 times as long as one.

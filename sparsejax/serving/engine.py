@@ -183,7 +183,7 @@ class Engine:
     def _check_answer(self) -> None:
         """Raises ValueError if the answer to the example in the predictor's file has changed."""
         stored = self.predictor.answer
-        # The answer in the file is without later changes of tables.
+        # The answer in the file was computed before the tables were changed.
         if stored is None or self.predictor.taken.last is not None:
             return
         given = stored.rows(self._programs.inputs)

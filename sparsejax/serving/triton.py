@@ -97,7 +97,7 @@ def export(
 
 
 def _fill(folder: pathlib.Path, path: str | os.PathLike[str]) -> None:
-    """Writes the files of a version."""
+    """Writes the files of a version of a model into its folder."""
     (folder / _MODEL).write_text(_SOURCE, encoding="utf-8")
     shutil.copyfile(path, folder / FILE)
 
