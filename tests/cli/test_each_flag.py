@@ -61,7 +61,6 @@ SECOND = {
     "--item-as": "nosuch",
     "--user-as": "nosuch",
     "--history-as": "nosuch",
-    "--rank-by": "nosuch",
 }
 COUNTING = {"--unknown": "skip", "--unknown-users": "skip", "--keep-seen": ""}
 CHOSEN = {"--exclude-items": "nosuch", "--only-items": "nosuch", "--k": "0"}
@@ -196,6 +195,7 @@ OWN = {
         "--requests": "nosuch",
         "--ranking-alone": "",
     },
+    "evaluate histories events.csv held.csv": {"--rank-by": "nosuch"},
     "evaluate clicks clicks.csv": {
         "--groups": "nosuch",
         "--weighted": "",
@@ -234,6 +234,7 @@ OWN = {
         "--int8": "",
         **SECOND,
     },
+    "export histories out.predictor": {"--rank-by": "nosuch"},
     "export items out.predictor --no-compilation-cache": {"--compile": ""},
     "export clicks out.predictor": {
         "--unknown-ids": "zeros",
