@@ -68,6 +68,8 @@ def test_labels_and_weights_are_read_as_they_are(tmp_path):
     assert schema == SCHEMA
     short = {"labels": ["click", "buy"], "ids": SCHEMA.to_json()["ids"]}
     assert list(sj.ClickSchema.from_json(short).several) == ["click", "buy"]
+    with pytest.raises(ValueError, match="labels has a name twice"):
+        sj.ClickSchema.from_json(short | {"labels": ["click", "click"]})
     assert sj.ClickSchema(labels=["click"], ids=SCHEMA.ids) == sj.ClickSchema(
         "click", ids=SCHEMA.ids
     )

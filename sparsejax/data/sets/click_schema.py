@@ -490,9 +490,14 @@ def with_columns_read(document: codec.Json, label: str) -> dict[str, Any]:
         name: codec.read_tagged(_KINDS, "kind", column, f'{label}: column "{name}"')
         for name, column in ids.items()
     }
-    if (labels := found.get("labels")) is not None:
-        hint = tuple[str, ...] if isinstance(labels, list) else dict[str, LabelColumn]
-        found["labels"] = codec.value(hint, labels, label, "labels")
+    labels = found.get("labels")
+    if isinstance(labels, list):
+        names = codec.value(tuple[str, ...], labels, label, "labels")
+        labels = {name: LabelColumn() for name in names}
+        if len(labels) < len(names):
+            raise ValueError(f"{label}: labels has a name twice, got {[*names]}")
+    if labels is not None:
+        found["labels"] = codec.value(dict[str, LabelColumn], labels, label, "labels")
     return found
 
 
