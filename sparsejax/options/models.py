@@ -77,7 +77,7 @@ class Network(OfKind):
 
 
 class Histories(OfKind):
-    """A model of histories. --config has its other options.
+    """A model of histories. The file --config can set its further options.
 
     Attributes:
       width: Numbers in the vector of an item.

@@ -1,13 +1,13 @@
-"""The folder that `Run.train` and `sparsejax train` write, and that all others read.
+"""Reads and writes the folder of a run, which `Run.train` and `sparsejax train` write.
 
 ::
 
-    run.json              the settings, which say how to build model and optimizer
-    vocabulary.parquet    the names of the features, in the model's order; of clicks the schema
-                          and the categories
+    run.json              settings, from which model and optimizer can be built
+    vocabulary.parquet    names of the features, in the model's order; for clicks schema and
+    categories
     checkpoints/          see `sparsejax.engine.train.checkpoint`
-    item_features.parquet content of the items, if they have some
-    regression.npz        the regression of few clicks, also of held-out ones
+    item_features.parquet content of the items; optional
+    regression.npz        regression on all examples, including held-out ones; optional
 """
 
 from __future__ import annotations
@@ -46,26 +46,27 @@ _RECORDED = Recorded.option_names()
 
 
 class Settings(Recorded):
-    """The settings of a run: what `run.json` holds. The options that it records are `Recorded`.
+    """The settings of a run: the content of `run.json`.
+
+    The options that it records are `Recorded`.
 
     Attributes:
-      network: the layers and the loss; or the configuration of a model of histories, or of
-        clicks.
-      optimizer: the rule of the optimizer, with its options.
-      num_features: number of features in the vocabulary, which are also the items; of clicks
-        of all ids.
-      num_epochs: passes over the data.
-      batch_size: rows per step.
+      network: configuration of a network, or of a model of histories or clicks.
+      optimizer: rule of the optimizer, with its options.
+      num_features: number of features in the vocabulary, which are also the items; for clicks the
+          number of ids of all columns.
+      num_epochs: number of passes over the data.
+      batch_size: number of rows in a step.
       indicator: whether the data has no values, or its values are ignored.
-      data: the file of the data, as it was named.
-      data_fingerprint: `fingerprint` of the rows that were read from the file.
+      data: name of the data's file, as it was given.
+      data_fingerprint: `fingerprint` of the rows read from the file.
       vocabulary_fingerprint: `fingerprint` of the names of the features.
       validation: `fingerprint` of the held-out entries; None if no entries are held out.
-      validation_split: way in which entries were held out from the data: a share, or "last".
-        None if a file holds them.
-      origin: the folder of the run whose model was trained on, as it was named.
-      content: sizes of the content of the items; None if they have none.
-      item_features: `fingerprint` of their content.
+      validation_split: share of the data that was held out, or "last"; None if a separate file has
+          the held-out entries.
+      origin: folder of the earlier run that was trained further, as it was given.
+      content: sizes of the content of the items; None without content.
+      item_features: `fingerprint` of the content of the items.
     """
 
     network: codec.Config
@@ -89,30 +90,30 @@ class Settings(Recorded):
         return kind_of(self.network)
 
     def build(self, known: Any) -> tuple[Any, Optimizer]:
-        """A new model and its optimizer, placed on the mesh if one is set.
+        """Makes a new model and its optimizer, placed on the current mesh if there is one.
 
-        The arrays of a linear part are 0.
+        The arrays of a linear part are set to 0.
 
         Args:
           known: names of the features, or for clicks a data set without examples, from
             `load_run`.
 
         Raises:
-          ValueError: no such network can be built.
+          ValueError: the configuration is invalid.
         """
         modules = new_modules(self._maker(known), self.optimizer, seed=self.seed)
         _put_where_restored(modules)
         return modules
 
     def shapes(self, known: Any) -> tuple[Any, Optimizer]:
-        """Does `build` with shapes in place of arrays: a checkpoint is restored into them.
+        """Does `build` with shapes in place of arrays, into which a checkpoint is restored.
 
         Args:
           known: names of the features, or for clicks a data set without examples, from
             `load_run`.
 
         Raises:
-          ValueError: no such network can be built.
+          ValueError: the configuration is invalid.
         """
 
         def placed(variable: nnx.Variable) -> nnx.Variable:
@@ -135,7 +136,7 @@ class Settings(Recorded):
         return self.kind.maker(self.network, like, **options)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads."""
+        """The settings as a JSON object, which `from_json` reads."""
         document = {"version": VERSION, **_shallow_dict(self)}
         document["network"] = self.network.to_json()
         if self.content is not None:
@@ -145,10 +146,10 @@ class Settings(Recorded):
 
     @classmethod
     def from_json(cls, document: codec.Json) -> Settings:
-        """Reads what `to_json` wrote.
+        """Reads the document that `to_json` made.
 
         Raises:
-          ValueError: the document is something else, or of another version.
+          ValueError: the document is not a valid run, or has another version.
         """
         if not isinstance(document, dict) or "version" not in document:
             raise ValueError("these are not the settings of a run")
@@ -166,9 +167,9 @@ class Settings(Recorded):
         return read
 
     def check_resumes(self, before: Settings) -> None:
-        """Checks that a run can be resumed with these settings.
+        """Checks that a run with the settings `before` can be resumed with these settings.
 
-        Only `num_epochs` may differ from that of the run: it may be higher.
+        Only `num_epochs` may differ: it may be higher.
 
         Raises:
           ValueError: another setting differs. The message names it.
@@ -184,7 +185,7 @@ class Settings(Recorded):
                 f"{before.data}, with which the run was begun"
             )
         other_validation = self.validation != before.validation
-        # With another split, the same file has other entries to train on.
+        # With another split, the same file gives other entries to train on.
         splits_otherwise = self.validation_split != before.validation_split
         if self.data_fingerprint != before.data_fingerprint and not (
             other_validation and splits_otherwise
@@ -211,20 +212,20 @@ class Settings(Recorded):
                 )
 
     def described(self) -> dict[str, Any]:
-        """All settings as `{name: plain value}`, to be shown."""
+        """All settings as `{name: plain value}`, for display."""
         first = ("data", "validation_split", "num_features", "num_epochs")
         found = {name: getattr(self, name) for name in first} | self._settings()
         useful = self.useful(self.kind.name, Recorded)
         return {n: v for n, v in found.items() if n in useful or n not in _RECORDED}
 
     def identity(self) -> dict[str, Any]:
-        """The settings that tie a checkpoint: all except the number of epochs and paths."""
+        """The settings that identify a checkpoint: all except the number of epochs and paths."""
         names = ("vocabulary_fingerprint", "data_fingerprint", "validation")
         facts = ("num_features", *names)
         return {name: getattr(self, name) for name in facts} | self._settings()
 
     def _settings(self) -> dict[str, Any]:
-        """The settings that a resume must keep, as `{name: plain value}`."""
+        """The settings that must be equal when training resumes, as `{name: plain value}`."""
         facts = ("batch_size", "indicator", "origin", "item_features")
         plain = {name: getattr(self, name) for name in facts}
         plain |= self.values_of(Recorded)
@@ -245,7 +246,7 @@ def _settings_of(network: Any) -> dict[str, Any]:
         settings = {"model": network.model, **_shallow_dict(network)}
         if settings.get("dynamic") is not None:
             dynamic = codec.document(settings["dynamic"])
-            del dynamic["host_path"]  # where files lie changes no bit
+            del dynamic["host_path"]  # the folder of files does not affect results
             settings["dynamic"] = dynamic
         return settings
     settings = {"loss": network.loss, **dict(network.loss_options)}
@@ -258,12 +259,12 @@ def _settings_of(network: Any) -> dict[str, Any]:
 
 
 def load_run(directory: str | pathlib.Path) -> tuple[Settings, Any]:
-    """The settings of a run folder, and what it keeps to read other data by.
+    """Reads the settings of a run folder, and the data that it keeps to read other data by.
 
-    That is the names of the features, or of clicks a data set without examples.
+    This is the names of the features, or for clicks a data set without examples.
 
     Raises:
-      ValueError: this is not a run folder, or it is damaged.
+      ValueError: the folder is not a run folder, or is damaged.
     """
     directory = pathlib.Path(directory)
     run = load_settings(directory)
@@ -282,13 +283,13 @@ def load_run(directory: str | pathlib.Path) -> tuple[Settings, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Folder:
-    """A run folder that is read. Its model is restored once.
+    """A run folder that was read. Its model is restored only once.
 
     Attributes:
-      directory: the folder.
+      directory: path of the folder.
       settings: its settings.
       known: names of the features, or for clicks a data set without examples, from `load_run`.
-      data: the data that the model was trained on, and the held-out part; or None.
+      data: the data that the model was trained on, and the held-out part; None if not in memory.
     """
 
     directory: str | pathlib.Path
@@ -298,7 +299,7 @@ class Folder:
 
     @classmethod
     def of(cls, directory: str | pathlib.Path, data: Any = None) -> Folder:
-        """Raises ValueError: this is not a run folder, or it is damaged."""
+        """Reads a folder. Raises ValueError if it is not a run folder, or is damaged."""
         return cls(directory, *load_run(directory), data)
 
     def model(self, ahead: Ahead | None = None) -> Any:
@@ -312,14 +313,14 @@ class Folder:
         return vars(self)["_modules"]
 
     def validated_model(self) -> Any:
-        """The model as it was measured on held-out data, none of whose parts was fitted to them."""
+        """The model that held-out data measured: without the part that was fitted on all data."""
         return restored_modules(self, final=False)[0]
 
     def item_features(self) -> ItemFeatures | None:
         """The content of the items; None if they have none.
 
         Raises:
-          ValueError: the run has content, but its file is missing or of another run.
+          ValueError: the run has content, but the file is missing or belongs to another run.
         """
         if self.settings.content is None:
             return None
@@ -335,7 +336,7 @@ class Folder:
         return progress.get("history", [])
 
     def inputs(self, method: str, inputs: Any) -> Any:
-        """The data that the model is shown, if that is not the examples to measure on."""
+        """The data that the model reads: `inputs`, or by default the training data."""
         if inputs is not None or not self.settings.kind.ranks_items:
             return inputs
         if self.data is None:
@@ -347,7 +348,7 @@ class Folder:
 
 
 def load_settings(directory: pathlib.Path) -> Settings:
-    """The settings of a run, without its vocabulary; raises what `load_run` does."""
+    """The settings of a run, without its vocabulary; raises the errors of `load_run`."""
     path = directory / _SETTINGS
     if not path.is_file():
         raise ValueError(
@@ -358,13 +359,13 @@ def load_settings(directory: pathlib.Path) -> Settings:
 
 
 def load_model(directory: str | pathlib.Path) -> tuple[Any, Any]:
-    """The trained model of a run folder, ready for use, and its feature names.
+    """Loads the trained model of a run folder and its feature names.
 
-    With validation data this is the model of the best epoch, otherwise of the newest
-    checkpoint. A damaged checkpoint is skipped with a `CheckpointWarning`. It is a
-    `FeedForward`, or a `SequenceModel`, for which `read_sequences` reads data. For clicks it
-    is a `DLRM` or another click model, and in place of names there is a `ClickDataset` without
-    examples, for `read_clicks(path, known.schema, features=known)`.
+    With validation data this is the model of the best epoch, otherwise that of the newest
+    checkpoint. A damaged checkpoint is skipped with a `CheckpointWarning`. The model is a
+    `FeedForward`, or a `SequenceModel`, for which `read_sequences` reads data. For clicks it is a
+    `DLRM` or another click model, and the second result is a `ClickDataset` without examples, for
+    `read_clicks(path, known.schema, features=known)`.
 
     >>> model, names = load_model("run/")
     >>> data = read("purchases.tsv", features=names)
@@ -372,7 +373,7 @@ def load_model(directory: str | pathlib.Path) -> tuple[Any, Any]:
     [['tea'], ['milk'], ...]
 
     Raises:
-      ValueError: this is not a run folder, or no checkpoint in it can be read.
+      ValueError: the folder is not a run folder, or has no readable checkpoint.
     """
     run = Folder.of(directory)
     return run.model(), run.known
@@ -381,23 +382,23 @@ def load_model(directory: str | pathlib.Path) -> tuple[Any, Any]:
 def continued(
     earlier: Folder, settings: Settings, data: Any
 ) -> tuple[Any, Optimizer, bool]:
-    """The model of a run with new items or ids, and its optimizer, for another run.
+    """Prepares the model of an earlier run for further training, with rows for new items or ids.
 
-    It is the model that `load_model` returns, as it is after training. A linear part is
-    computed from the data.
+    It starts from the trained model that `load_model` returns. A linear part is computed from the
+    new data.
 
     Args:
       earlier: the earlier run.
-      settings: settings of the new run. It has as many features, or more.
+      settings: settings of the new run, which has at least as many features.
       data: data to train on, with the features of the new run.
 
     Returns:
-      The model, the optimizer, and whether that has the state of the earlier one. It has
-      if both rules are of the same kind, neither's learning rate depends on the step, and
-      both losses are over all items or as many negatives.
+      The model, the optimizer, and whether the optimizer has the state of the earlier one. It has
+      if both rules are of the same kind, neither's learning rate depends on the step, and both
+      losses are over all items or over equally many negatives.
 
     Raises:
-      ValueError: the folder holds no checkpoint that can be read.
+      ValueError: the folder has no readable checkpoint.
     """
     directory, run, known = earlier.directory, earlier.settings, earlier.known
     model, before = run.shapes(known)
@@ -423,11 +424,11 @@ def continued(
 
 
 def _put_where_restored(modules: tuple[Any, Optimizer]) -> None:
-    """Puts arrays, in place, on the device by name, as those of a checkpoint are.
+    """Commits arrays to their device, in place, as arrays restored from a checkpoint are.
 
-    A program is compiled anew for arrays that are on the device by default, and once more
-    for what it returns if some are and others are not. So training, a resume of it, and the
-    commands after it find the same programs. On a mesh all arrays are put by name already.
+    A program is compiled separately for committed and uncommitted arrays, and again for mixtures
+    of both. With committed arrays, training, its resume, and later commands use the same compiled
+    programs. On a mesh all arrays are already committed.
     """
     if not mesh_is_set():
         nnx.update(modules, jax.device_put(nnx.state(modules), sharding_of(P())))
@@ -440,20 +441,19 @@ def restored_modules(
 
     Args:
       opened: the run.
-      ahead: function that lowers the program that the model will run, and returns a function
-        that compiles it. Where it helps, this happens in another thread while the checkpoint is
-        read. The model that it gets has shapes in place of arrays.
-      final: whether the model gets the part that `Kind.save_final` wrote.
+      ahead: function that lowers the program that the model will run, and returns a function that
+          compiles it. If it saves time, this runs in another thread while the checkpoint is read.
+          The model passed to it has shapes in place of arrays.
+      final: whether the part that `Kind.save_final` wrote is loaded into the model.
     """
     directory, run, known = opened.directory, opened.settings, opened.known
     checkpoints = checkpoints_of(directory, run)
     model, optimizer = run.shapes(known)
     model.eval()
     if kept_programs.may_compile_beside():
-        # Threads that run Python take its time from each other, so the program that is
-        # waited for longest is lowered first.
+        # Python threads slow each other down, so the program that takes longest is lowered first.
         if ahead is not None:
-            # Tracing and loading import it. Here files are still being read.
+            # Imported now, while files are read; tracing and loading need it later.
             importlib.import_module("jax.experimental.pallas.mosaic_gpu")
             meanwhile(ahead(nnx.clone(model)))
         compile_beside((model, optimizer), run)
@@ -468,10 +468,10 @@ def restored_modules(
 
 
 def compile_beside(modules: tuple[Any, Optimizer], run: Settings) -> None:
-    """Compiles, in other threads, the programs that restore the modules of a run.
+    """Compiles, in other threads, the programs that save and restore the modules of a run.
 
-    Those that save them are the same. The modules may have shapes in place of arrays. Call
-    it where `kept_programs.may_compile_beside`.
+    The modules may have shapes in place of arrays. Call it only if
+    `kept_programs.may_compile_beside` is true.
     """
     model, optimizer = modules
     for compiling in (
@@ -502,34 +502,35 @@ def begun(
     features: ItemFeatures | None = None,
     source: Source | None = None,
 ) -> Generator[Checkpoints]:
-    """Begins or resumes a run, and keeps other trainings out of its folder meanwhile.
+    """Starts or resumes a run, and locks its folder against other trainings while the context is
+    open.
 
-    Makes the folder if it does not exist. If an error or an interrupt ends training
-    before the first checkpoint, removes what it made.
+    Makes the folder if it does not exist. If an error or an interrupt ends training before the
+    first checkpoint, removes the files that it made.
 
     Args:
-      directory: the folder.
-      run: the settings.
+      directory: path of the folder.
+      run: settings of the run.
       known: names of the features, or for clicks a data set without examples, from `load_run`.
-      resume: continue if the folder exists. As long as it has no checkpoint, nothing
-        was trained, so other settings may replace those in it.
-      features: content of the items, if they have some.
-      source: data of a training, of which a part of the model may be made.
+      resume: whether to continue if the folder exists. As long as it has no checkpoint, nothing
+          was trained, so its settings may be replaced.
+      features: content of the items, or None.
+      source: data of a training from which the part for `Kind.save_final` is made, or None.
 
     Yields:
       The checkpoints of the run.
 
     Raises:
       FileExistsError: the folder exists and `resume` is False.
-      ValueError: it is not a run folder, or its run has other settings or data.
-      BlockingIOError: another training uses it.
+      ValueError: the folder is not a run folder, or its run has other settings or data.
+      BlockingIOError: another training uses the folder.
     """
     directory = pathlib.Path(directory)
     check = functools.partial(check_folder, directory, resume=resume)
     processes.in_first(check)
     new = [path for path in (directory, *directory.parents) if not path.exists()]
     with processes.alone_in(directory):
-        processes.in_first(check)  # another training may have ended just now
+        processes.in_first(check)  # another training may have ended meanwhile
         checkpoints = checkpoints_of(directory, run)
         steps, before = checkpoints.steps(), None
         if steps:
@@ -545,14 +546,14 @@ def begun(
             if features is not None:
                 features.save(directory / _FEATURES)
             if not steps:
-                # One may be left by a training that was killed at its beginning.
+                # A killed training may have left this file.
                 (directory / _FINAL).unlink(missing_ok=True)
                 if source is not None and run.origin is None:
                     run.kind.save_final(directory / _FINAL, run.network, source)
             write(run)
 
         def undo():
-            """Removes what was made, if no checkpoint was."""
+            """Removes the new files, unless there is a checkpoint."""
             if not processes.is_first():
                 return
             if before is not None and checkpoints.steps() == steps:
@@ -560,7 +561,8 @@ def begun(
                     write(before)
             if new and not checkpoints.steps():
                 shutil.rmtree(directory, ignore_errors=True)
-                with contextlib.suppress(OSError):  # another run may be in there by now
+                # another training may have started in it meanwhile
+                with contextlib.suppress(OSError):
                     for parent in new[1:]:
                         parent.rmdir()
 
@@ -574,16 +576,16 @@ def begun(
                     )
                 yield checkpoints
             except BaseException:
-                undo()  # training was refused, interrupted, or failed
+                undo()  # training was rejected, interrupted, or failed
                 raise
 
 
 def check_folder(directory: str | pathlib.Path, *, resume: bool) -> None:
-    """Checks that a run can be begun or resumed in a folder.
+    """Checks that a run can be started or resumed in a folder.
 
     Raises:
       FileExistsError: the folder exists, is not empty, and `resume` is False.
-      ValueError: the folder holds something other than a run.
+      ValueError: the folder has other files than those of a run.
     """
     directory = pathlib.Path(directory)
     if not directory.exists():

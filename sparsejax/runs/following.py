@@ -1,4 +1,4 @@
-"""Trains a run on the files of a folder as they appear, and exports its changes."""
+"""Trains a run on the files of a folder as they appear, and exports the changes of its tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Fit, Training
 from sparsejax.runs.folders import Settings
 
-# Between two looks into a folder, and into a store, where each costs a request.
+# Seconds between two listings of a folder, and of a store, where each listing is a request.
 _LOOK_SECONDS, _LOOK_SECONDS_OF_STORE = 0.5, 5.0
 _EXPORT_SECONDS = 60.0
 _PLAIN = (
@@ -40,7 +40,7 @@ _WITHOUT_END = (
 
 
 def check(training: Training, directory: pathlib.Path) -> None:
-    """Raises an error for arguments of following that do not go together.
+    """Raises an error if arguments for following contradict each other.
 
     Args:
       training: settings of the training.
@@ -69,7 +69,7 @@ def check(training: Training, directory: pathlib.Path) -> None:
         raise ValueError(
             f"{path}: follow=True needs a folder in which files appear, but this is a file"
         )
-    names_in(path)  # it may be of a kind that is not followed
+    names_in(path)  # raises an error for a kind of store that cannot be followed
     if training.decay == "cosine":
         raise ValueError(
             "decay=cosine is of no use with follow=True, which has no last epoch: leave it out"
@@ -86,9 +86,9 @@ def check(training: Training, directory: pathlib.Path) -> None:
 
 
 def _has_below(folder: str, place: str | os.PathLike[str]) -> bool:
-    """Whether `names_in` a folder would name files at a place."""
+    """Whether `names_in` of a folder would list files at a given path."""
     below = os.path.relpath(os.path.realpath(place), os.path.realpath(folder))
-    # A place that is not below begins with "..".
+    # The relative path of a place outside the folder begins with "..".
     return below == "." or not any(part[0] in "_." for part in below.split(os.sep))
 
 
@@ -102,14 +102,14 @@ def run(
     checkpoints: Checkpoints,
     log: Callable[[int, Mapping[str, float]], None] | None,
 ) -> None:
-    """Trains until a signal comes; see `sparsejax.engine.train.following.follow`."""
+    """Trains until a signal arrives; see `sparsejax.engine.train.following.follow`."""
     kind = settings.kind
     folder = os.fspath(training.data)
 
     def names() -> list[str] | None:
         try:
             return names_in(folder)
-        except DataError as error:  # a store may answer again
+        except DataError as error:  # a store may answer at the next try
             training.say(f"{error}; looking again")
             return None
 
@@ -147,7 +147,7 @@ def run(
 
 
 class _Changes:
-    """Exports of a model, one after the other."""
+    """Exports of a model, of which one runs at a time."""
 
     def __init__(
         self,
@@ -163,21 +163,21 @@ class _Changes:
     _last: Export | None
 
     def __call__(self) -> None:
-        """Begins the next export, once the one before has ended."""
+        """Waits for the running export, then starts the next one."""
         self.settle()
         self._failed = False
         self._last = export_changes(self._model, self._folder, self._optimizer)
 
     def has_failed(self) -> bool:
-        """Whether the last export has ended and was not written. Says so once."""
+        """Whether the last export ended with an error. Reports the error once."""
         if self._last is not None and self._last.done():
             self.settle()
         return self._failed
 
     def settle(self) -> None:
-        """Waits for the last export; says so if it was not written, as on a full disk.
+        """Waits for the last export, and reports its error, such as a full disk.
 
-        The next one then has what is lacking.
+        The next export includes the changes that were not written.
         """
         last, self._last = self._last, None
         try:
@@ -188,7 +188,7 @@ class _Changes:
             self._failed = True
 
     def end(self) -> None:
-        """Waits for the last export, and tries once more if it was not written."""
+        """Waits for the last export, and repeats it if it failed."""
         self.settle()
         if self._failed:
             self()
@@ -196,9 +196,9 @@ class _Changes:
 
 
 def names_in(folder: str) -> list[str] | None:
-    """The names of the files below a folder, in their order; None if there is no folder.
+    """The names of the files inside a folder, sorted; None if the folder does not exist.
 
-    Files and folders whose names start with `_` or `.` are not among them.
+    Files and folders whose names begin with `_` or `.` are ignored.
 
     Raises:
       DataError: the folder cannot be read.
@@ -210,14 +210,14 @@ def names_in(folder: str) -> list[str] | None:
         files = files_below(folder, plain=_PLAIN)
     except DataError:
         if is_address(folder) and place.names() == []:
-            return None  # a store has a folder when there is something in it
+            return None  # in a store, a folder exists only if it contains a file
         raise
     names = [os.path.relpath(file.inner, place.inner) for file in files]
     return sorted(name for name in names if name != ".")
 
 
 def path_in(folder: str, name: str) -> str:
-    """The path or the address of a file below a folder."""
+    """The path or URL of a file inside a folder."""
     if not is_address(folder):
         return os.path.join(folder, name)
     address, mark, options = folder.partition("?")

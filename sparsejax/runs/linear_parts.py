@@ -1,4 +1,4 @@
-"""Linear parts of networks, which a command keeps for the commands after it."""
+"""A cache of linear parts of networks, shared by commands."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from sparsejax.nn import closed_form
 from sparsejax.nn.config import LinearConfig
 from sparsejax.verbs.build import matrix_of
 
-# The least recently used parts are removed beyond this.
+# If the files are larger, the least recently used ones are removed.
 MAX_BYTES = 2**29
 
 Arrays = tuple[Float[np.ndarray, "items rank"], Float[np.ndarray, "items"]]
 
 
 def folder() -> pathlib.Path:
-    """Where linear parts are kept, such as `~/.cache/sparsejax/linear_parts`."""
+    """The cache folder of linear parts, such as `~/.cache/sparsejax/linear_parts`."""
     cache = platformdirs.user_cache_path("sparsejax", appauthor=False)
     return cache / "linear_parts"
 
@@ -37,17 +37,17 @@ def folder() -> pathlib.Path:
 def linear_part(
     data: Any, config: LinearConfig, *, fingerprint: str, keep: bool
 ) -> Arrays:
-    """The result of `closed_form`, or the same bits from a command before.
+    """Computes a linear part by `closed_form`, or reads it from the cache.
 
-    Results are kept in files. A damaged file is computed anew, and a warning says why a file
-    cannot be written. Several processes that train together do not read files: processes that
-    find different bits would train different models.
+    A damaged file is computed again, and a warning says why a file cannot be written. Several
+    processes that train together read no files: if their files differed, they would train
+    different models.
 
     Args:
-      data: the rows.
+      data: training data.
       config: settings of the linear part.
       fingerprint: fingerprint of the data.
-      keep: whether to read the result from `folder()`, and to keep it there.
+      keep: whether to read the result from the cache, and to write it there.
 
     Raises:
       NotImplementedError: the data is scanned.
@@ -71,7 +71,7 @@ def linear_part(
 
 
 def is_kept(data: Any, config: LinearConfig, *, fingerprint: str) -> bool:
-    """Whether a command before has kept what `linear_part` gives.
+    """Whether the cache has the result of `linear_part`.
 
     Raises:
       NotImplementedError: the data is scanned.
@@ -82,7 +82,7 @@ def is_kept(data: Any, config: LinearConfig, *, fingerprint: str) -> bool:
 def _path(
     fingerprint: str, shape: tuple[int, ...], config: LinearConfig
 ) -> pathlib.Path:
-    """Where it is kept: a name for all that decides the bits."""
+    """The path of the file, named by a hash of everything that affects the result."""
     modules = sparsejax, jax, np, scipy
     parts = [
         fingerprint,
@@ -97,12 +97,12 @@ def _path(
 
 
 def _read(path: pathlib.Path) -> Arrays | None:
-    """The arrays of a file; None if it is not there, or damaged."""
+    """The arrays in a file; None if it does not exist or is damaged."""
     try:
         with kept_files.opened_own(path) as content:
             file = np.load(content, allow_pickle=False)
             found = file["kernel"], file["scale"]
-        os.utime(path)  # it was used
+        os.utime(path)  # marks it as recently used
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     return found

@@ -1,4 +1,4 @@
-"""Writes a run as the next version of what a service serves, if it is better."""
+"""Publishes a run as the next version for a service, if it is better than the last."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from sparsejax.whole_files import temporary_folder, whole_folder
 
 
 class Gate(NamedTuple):
-    """A metric in which a new version must be better than the one that serves.
+    """A metric by which a new version must be better than the current one.
 
     Attributes:
-      metric: its name.
-      k: its cut-off.
+      metric: name of the metric.
+      k: cut-off of the metric.
     """
 
     metric: str
@@ -45,10 +45,10 @@ class Gate(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Gate:
-        """Reads `ndcg@20`.
+        """Reads a gate such as `ndcg@20`.
 
         Raises:
-          ValueError: it is something else.
+          ValueError: the text is not a ranking metric with a cut-off.
         """
         found = re.fullmatch(r"(\w+)@([1-9]\d{0,5})", text)
         if not found or found[1] not in METRICS:
@@ -62,13 +62,13 @@ class Gate(NamedTuple):
 def check(
     folder: pathlib.Path, gate: Gate | None, kind: Kind, *, validation: Any
 ) -> None:
-    """Raises ValueError before a training after which `publish` would not work.
+    """Raises ValueError, before training, if `publish` would fail after it.
 
     Args:
-      folder: folder of versions.
-      gate: a metric, or None.
-      kind: the kind of the run.
-      validation: held-out data, or a share, or None.
+      folder: folder of the versions.
+      gate: metric to compare by, or None.
+      kind: kind of the run.
+      validation: held-out data, a share, or None.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder of versions, but this is a file")
@@ -95,15 +95,17 @@ def check(
 
 
 def numbers(folder: pathlib.Path) -> list[int]:
-    """The numbers of the versions in a folder, the newest first; none if it does not exist."""
+    """The version numbers in a folder, the newest first; empty if the folder does not exist."""
     found = numbered(folder) if folder.exists() else []
     return [number for number in found if (folder / str(number) / FILE).exists()]
 
 
 def _newest(folder: pathlib.Path) -> tuple[int, Predictor | None]:
-    """The newest version that loads, which is what serves; 0 and None if none does."""
+    """The number and predictor of the newest version that can be loaded; 0 and None without
+    one.
+    """
     for number in numbers(folder):
-        with contextlib.suppress(ValueError):  # it is damaged
+        with contextlib.suppress(ValueError):  # a damaged version is skipped
             return number, load_predictor(folder / str(number) / FILE)
     return 0, None
 
@@ -111,7 +113,7 @@ def _newest(folder: pathlib.Path) -> tuple[int, Predictor | None]:
 def _check_before(
     folder: pathlib.Path, number: int, before: Predictor, gate: Gate | None, kind: Kind
 ) -> None:
-    """Raises ValueError if a run cannot follow a version, or be compared with it."""
+    """Raises ValueError if a run cannot replace a version, or cannot be compared with it."""
     found = kind_called(before.signature.kind)
     differs = found is not kind and (
         gate is not None or not (found.ranks_items and kind.ranks_items)
@@ -126,7 +128,9 @@ def _check_before(
 
 
 def _check_ranks(predictor: Predictor, gate: Gate) -> None:
-    """Raises ValueError if a predictor recommends fewer items than a gate ranks, or no names."""
+    """Raises ValueError if a predictor has no names, or recommends fewer items than a gate
+    ranks.
+    """
     if predictor.k < gate.k or predictor.items is None:
         raise ValueError(
             f"a version recommends {predictor.k} items "
@@ -138,19 +142,19 @@ def _check_ranks(predictor: Predictor, gate: Gate) -> None:
 def publish(
     run: pathlib.Path, source: Source, folder: pathlib.Path, gate: Gate | None, k: int
 ) -> str:
-    """Writes the next version into a folder, and says so.
+    """Writes a run as the next version into a folder, and returns a line about the outcome.
 
-    With a gate it is written only if it is better than the newest version that loads, on the
-    run's held-out events: the interval of the difference is above 0. Both are measured as they
-    serve: by their predictors.
+    With a gate, it is written only if it is better than the newest version that can be loaded, on
+    the run's held-out events: the interval of the difference must be above 0. Both are measured as
+    they are served, by their predictors.
 
     Args:
-      run: folder of the run.
-      source: the data of the run, with held-out events if there is a gate.
-      folder: folder of versions. It is created if it does not exist.
-      gate: a metric, or None.
-      k: most items that the version can recommend, unless the newest one or the gate has
-        more.
+      run: path of the run folder.
+      source: data of the run, including held-out events if there is a gate.
+      folder: folder of the versions. It is created if it does not exist.
+      gate: metric to compare by, or None.
+      k: largest number of items that the version can recommend, unless the newest version or the
+          gate has a larger one.
 
     Raises:
       OSError: a version cannot be read or written.
@@ -194,9 +198,9 @@ def publish(
 
 
 def measured(predictor: Predictor, source: Source, gate: Gate) -> metrics.Measured:
-    """A metric of each row that has held-out events, and its mean.
+    """The metric of a predictor for each row that has held-out events, and its mean.
 
-    An event of an item that the predictor does not know is missed.
+    An event whose item the predictor does not know counts as missed.
 
     Raises:
       ValueError: the predictor has no names, knows no item of the data, or recommends fewer
@@ -213,7 +217,7 @@ def measured(predictor: Predictor, source: Source, gate: Gate) -> metrics.Measur
     if not len(names):
         raise ValueError(f"{gate}: no row has held-out events")
     with warnings.catch_warnings():
-        # The version that serves does not know what is new.
+        # The current version does not know new items.
         warnings.simplefilter("ignore", UnknownFeaturesWarning)
         shown = source.data.align_rows(names).align_features(predictor.items)
     if hasattr(shown, "with_context_of"):

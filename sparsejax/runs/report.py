@@ -1,4 +1,4 @@
-"""A report: one HTML page about a model, which needs no network to be shown."""
+"""A report: an HTML page about a model, which loads nothing from a network."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from sparsejax.whole_files import check_writable, whole_text_file
 
 _STYLE = pathlib.Path(__file__).with_name("report.css")
 
-# Sizes of a chart, in its own units.
+# Width and height of a chart, in units of its SVG.
 _WIDTH, _HEIGHT = 340, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 24
-_MOST_POINTS = 60  # with more, a chart has a line only
-_MOST_NAMES = 12  # names that are shown of a list
+_MOST_POINTS = 60  # with more points, a chart shows only a line
+_MOST_NAMES = 12  # largest number of names shown of a list
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ class Example:
 
     Attributes:
       row: name of the row.
-      shown: names of the items that the model was shown, in any order.
-      recommended: names of the items that it recommends, the best first.
-      heldout: names of the items that it should have found.
+      shown: names of the items that the model read, in any order.
+      recommended: names of the recommended items, the best first.
+      heldout: names of the held-out items.
     """
 
     row: str
@@ -64,9 +64,9 @@ class Example:
 def write_report(asked: WriteReport) -> None:
     """Writes an HTML page about a model.
 
-    First it says in a sentence how good the model is, on which data, and what kind of model it
-    is. Metrics and recommendations follow. How the training went, layers and settings come
-    last. The page loads nothing and holds no scripts. The file appears whole or not at all.
+    It begins with a sentence on the quality of the model, the data, and the kind of model. Metrics
+    and recommendations follow, then the course of training, layers and settings. The page loads
+    nothing and contains no scripts. The file is renamed into place when it is complete.
 
     >>> history = fit(model, optimizer, train, num_epochs=1, validation=heldout)
     >>> measured = evaluate(model, train, heldout)
@@ -129,17 +129,16 @@ def examples_of(
     rows: int = 6,
     k: int = 8,
 ) -> list[Example]:
-    """Examples of the first rows with enough items to be shown and some item to find.
+    """Makes examples from the first rows that have enough items to show, and a held-out item.
 
-    If the model reads what is known of the event to come, held-out histories say it; without
-    them there are no examples.
+    If the model reads the context of the next event, it is taken from the held-out histories;
+    without them there are no examples.
 
     Args:
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
         histories a `SASRec`, or another `HistoryModel`.
-      shown: entries that the model is shown, perhaps histories.
-      heldout: entries that it should find, with the same features, of the same rows or
-        of some of them.
+      shown: entries or histories that the model reads.
+      heldout: held-out entries with the same features, for all or some of these rows.
       keep_seen: whether a row's items in `shown` may be recommended to it.
       rows: largest number of examples.
       k: number of items recommended to each row.
@@ -175,14 +174,14 @@ def examples_of(
 def similar_to_popular(
     model: HasItems, names: Names, counts: np.ndarray, *, rows: int = 10, k: int = 5
 ) -> dict[str, list[str]]:
-    """For the items with the highest counts: the most similar items, by name.
+    """The most similar items, by name, of the items with the highest counts.
 
     Args:
       model: a `FeedForward`, or a module with a `SparseOutput` called `output`.
       names: `[items]` names.
-      counts: `[items]` how often each occurs.
-      rows: number of items with high counts.
-      k: number of similar items for each.
+      counts: `[items]` number of occurrences of each item.
+      rows: number of items to list.
+      k: number of similar items for each of them.
     """
     if len(names) < 2:
         return {}
@@ -192,7 +191,7 @@ def similar_to_popular(
 
 
 def means_over(measured: Mapping[str, float]) -> str:
-    """Says over how many users metrics are means, and how many items are unknown."""
+    """A sentence on how many users the metrics are means of, and how many items are unknown."""
     text = f"means over {measured['users']:,} users" if "users" in measured else "means"
     if new := measured.get("users_new"):
         text += f"; {new:,} users are new: the model is shown nothing of them"
@@ -211,7 +210,7 @@ def means_over(measured: Mapping[str, float]) -> str:
 
 
 def features_of(data: SparseDataset | SequenceDataset, row: int) -> list[str]:
-    """The names of a row's features."""
+    """The names of the features in a row."""
     start, end = _indptr(data)[row : row + 2]
     return data.feature_names[_rows(data).indices[start:end]].tolist()
 
@@ -221,12 +220,12 @@ def _indptr(data: SparseDataset | SequenceDataset) -> np.ndarray:
 
 
 def _rows(data: Any) -> Any:
-    """The object with the entries of the rows: the data's matrix, or the histories."""
+    """The rows of some data: its matrix, or its histories."""
     return getattr(data, "matrix", data)
 
 
 def _text(value: object) -> str:
-    """The value as HTML text, which may also stand in an attribute."""
+    """A value as escaped HTML text, which is also valid in an attribute."""
     return html.escape(str(value))
 
 
@@ -237,7 +236,7 @@ def _number(value: float) -> str:
 
 
 def _tick(value: float) -> str:
-    """A round number in few characters."""
+    """A number of an axis, as short text."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
@@ -254,14 +253,14 @@ def _cards(sections: Iterable[str]) -> str:
 
 
 def _titled(titles: Mapping[str, str], name: str) -> str:
-    """The text to show for the name of an item."""
+    """The title of an item, or its name if it has none."""
     return titles.get(name, name)
 
 
 def _summary(
     model: nnx.Module, measured: Mapping[str, float], data: Sequence[str]
 ) -> str:
-    """How good the model is, on which data, and what it is, for a reader in a hurry."""
+    """A summary of the quality of the model, its data and its kind."""
     parts = []
     if verdict := _verdict(measured):
         parts.append(f'<p class="verdict">{_text(verdict)}</p>')
@@ -274,7 +273,7 @@ def _summary(
 
 
 def _verdict(measured: Mapping[str, float]) -> str:
-    """The metrics in a sentence."""
+    """A sentence with the main metrics."""
     for name, found in measured.items():
         popular = measured.get(f"popularity_{name}")
         if not name.startswith("recall@") or popular is None:
@@ -315,14 +314,14 @@ def _percent(share: float) -> str:
     return f"{share:.{digits}%}".replace("%", " %")
 
 
-# Metrics of which more is better, of which less is, and of which 1 is right.
+# Metrics for which higher is better, for which lower is better, and for which 1 is best.
 _MORE = (*METRICS, "coverage", "auc", "group_auc")
 _LESS = "gini", "log_loss", "normalized_entropy", "squared_error", "quantile_loss"
 _ONE = ("calibration",)
 
 
 def _direction(name: str) -> str:
-    """An arrow that says which way is better, if one is."""
+    """An arrow that shows which direction is better, or an empty text."""
     name = name.partition("@")[0].partition("/")[0]
     if name in _ONE:
         return ' <span class="soft" title="1 is right">→ 1</span>'
@@ -333,21 +332,23 @@ def _direction(name: str) -> str:
     return ""
 
 
-# Rows that all resamples of a page draw together: some 15 s of clicks.
+# Largest number of rows drawn in all resamples of a page, which takes about 15 s for clicks.
 _DRAWN = 10**8
 
 
 def _intervals(measured: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Intervals by as many resamples as there is time for; none of very many rows."""
+    """Intervals of metrics. The number of resamples is limited by time; none for very many
+    rows.
+    """
     if not isinstance(measured, Measured):
         return {}
     resamples = min(1000, _DRAWN // max(len(measured.rows), 1))
-    # Fewer would not show the ends; and the interval of so many rows is very narrow.
+    # With fewer resamples the ends are not reliable; and with so many rows an interval is tiny.
     return measured.intervals(resamples=resamples) if resamples >= 50 else {}
 
 
 def _interval(ends: tuple[float, float] | None) -> tuple[str, str]:
-    """The cell of an interval."""
+    """The table cell of an interval."""
     text = "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
     return "number soft interval", text
 
@@ -360,7 +361,7 @@ def _table(
     heads: Sequence[tuple[str, str]],
     rows: Sequence[Sequence[tuple[str, str]]],
 ) -> str:
-    """A table below a text; heads and cells are pairs of a class and HTML."""
+    """A table with a caption; heads and cells are pairs of a CSS class and HTML."""
 
     def line(tag: str, cells: Sequence[tuple[str, str]]) -> str:
         each = (f'<{tag} class="{kind}">{cell}</{tag}>' for kind, cell in cells)
@@ -372,14 +373,14 @@ def _table(
 
 
 def _bars(*shares: float) -> tuple[str, str]:
-    """The cell with bars of one or two numbers."""
+    """A cell with bars for one or two numbers."""
     pairs = zip(("model", "other"), shares, strict=False)
     bars = (f'<i class="{each}" style="width:{x:.1%}"></i>' for each, x in pairs)
     return "bars", "".join(bars)
 
 
 def _key(first: str, second: str) -> tuple[str, str]:
-    """The head above `_bars`."""
+    """The table head that explains the bars of `_bars`."""
     pairs = ("model", first), ("other", second)
     keys = (f'<span class="key"><i class="{c}"></i>{text}</span>' for c, text in pairs)
     return "bars", " ".join(keys)
@@ -393,7 +394,7 @@ def _tiles(model, history, measured) -> str:
         ranked = [name for name in metrics if "@" in name]
         auc = [name for name in metrics if name.startswith("auc")]
         for name in [*ndcg, *ranked, *auc][:1]:
-            # In a joined history, some epochs may lack it.
+            # If a history was joined from several trainings, some epochs may lack this metric.
             if points := _points(history, name):
                 best = max(points, key=lambda point: point[1])
                 tiles.append((_number(best[1]), f"best {name}, epoch {best[0]}"))
@@ -417,12 +418,12 @@ def _tiles(model, history, measured) -> str:
 def _points(
     history: Sequence[Mapping[str, float]], name: str
 ) -> list[tuple[float, float]]:
-    """Epoch and value of each entry that has a finite number of this name."""
+    """Pairs (epoch, value) of the entries that have a finite number of this name."""
     found = [(entry["epoch"], entry.get(name)) for entry in history]
     return [(x, y) for x, y in found if _is_finite(y)]  # pyrefly: ignore[bad-return]
 
 
-# Figures of `fit` about the training itself, beside the loss, and their names in charts.
+# Numbers of `fit` about the training itself, besides the loss, and their titles in charts.
 _OF_TRAINING = {
     "examples_per_second": "examples/s",
     "overflows": "overflows",
@@ -434,7 +435,7 @@ _OF_TRAINING = {
 
 
 def _metrics_of(history: Sequence[Mapping[str, float]]) -> list[str]:
-    """Names of what was measured after an epoch."""
+    """Names of the validation metrics in a history."""
     names = dict.fromkeys(name for entry in history for name in entry)
     others = {"epoch", "step", "loss", *_OF_TRAINING}
     return [name for name in names if name not in others]
@@ -467,7 +468,7 @@ def _charts(history: Sequence[Mapping[str, float]]) -> str:
 
 
 def _calibrations(found: Any) -> list[str]:
-    """A section for each curve. With one there is no need of its label's name."""
+    """A section for each calibration curve. A single one does not name its label."""
     if not isinstance(found, Mapping):
         found = {"": found}
     return [
@@ -478,7 +479,7 @@ def _calibrations(found: Any) -> list[str]:
 
 
 def _calibration(points: Sequence[tuple[float, float]]) -> str:
-    """Shares of clicks over those that were predicted."""
+    """A chart of true shares of clicks over predicted shares."""
     if not points:
         return ""
     rows = [
@@ -507,7 +508,9 @@ def _chart(
     over: str = "epoch",
     diagonal: bool = False,
 ) -> str:
-    """A curve as inline SVG. Epochs are whole numbers. A diagonal is where both are equal."""
+    """A curve as inline SVG. `over` names the horizontal axis. A diagonal marks equal
+    coordinates.
+    """
     xs, ys = zip(*points, strict=True)
     y_ticks = ticks(min(ys), max(ys), 4)
     low, high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
@@ -604,7 +607,7 @@ def _metrics(measured: Mapping[str, float]) -> str:
 
 
 def _by_entries(measured: Mapping[str, float]) -> str:
-    """How well items are found that so many users have, by `by="entries"`."""
+    """A table of metrics for groups of items by their number of users, from `by="entries"`."""
     text = (
         "Items by the number of users who have them in the data that the model is shown. share "
         "is that of the recommendations."
@@ -613,13 +616,16 @@ def _by_entries(measured: Mapping[str, float]) -> str:
 
 
 def _by_kinds(measured: Mapping[str, float]) -> str:
-    """How well the items of events of each kind are found, by `by="kinds"`."""
+    """A table of metrics for kinds of events, from `by="kinds"`."""
     text = "Held-out events by their kinds."
     return _groups(measured, "events", text, kinds=True)
 
 
 def _groups(measured: Mapping[str, float], head: str, text: str, *, kinds: bool) -> str:
-    """A table of metrics of groups: of kinds of events, whose names have a sign =, or others."""
+    """A table of metrics of groups.
+
+    With `kinds` they are kinds of events, whose names contain "=".
+    """
     named = [name[8:-1] for name in measured if name.startswith("entries[")]
     groups = [name for name in named if ("=" in name) == kinds]
     if not groups:
@@ -640,7 +646,7 @@ def _groups(measured: Mapping[str, float], head: str, text: str, *, kinds: bool)
 
 
 def _values(measured: Mapping[str, float]) -> str:
-    """Metrics that are not of rankings, such as those of clicks."""
+    """A table of the metrics that are not ranking metrics, such as those of clicks."""
     intervals = _intervals(measured)
     rows = [
         [

@@ -38,7 +38,7 @@ _Path = str | os.PathLike[str]
 
 
 class Run:
-    """A trained model with all that belongs to it, by names: one call is one command.
+    """A trained model with its data and names. Each method does the work of a command.
 
     >>> run = Run.train(train, num_epochs=2)
     >>> run.recommend(["train-10006"], k=2).names()
@@ -53,13 +53,13 @@ class Run:
         run.report("report.html"); run.export("shop.predictor"); run.save("runs/monday")
         run = sj.Run.load("runs/monday"); run.train_more("tuesday.csv")
 
-    `Run.train` does what `sparsejax train` does, to the bit, and its folder is that of the
-    command: each reads what the other wrote. To write a loop of your own, use `build`, `fit`
-    and the others.
+    `Run.train` gives results bitwise equal to those of `sparsejax train`, and they use the same
+    folders: each reads what the other wrote. For a custom training loop, use `build`, `fit` and
+    the other functions.
     """
 
     def __init__(self, kept: Folder, reading: Reading):
-        """Use `train` or `load`."""
+        """Not for direct use: call `Run.train` or `Run.load`."""
         self._kept, self._reading = kept, reading
 
     def __repr__(self) -> str:
@@ -72,12 +72,12 @@ class Run:
     @classmethod
     @takes(Train)
     def train(cls, asked: Train) -> Run:
-        """Trains a model, by the settings that suit most data.
+        """Trains a model with default settings that suit most data.
 
         Raises:
           DataError: a file cannot be read.
-          FileExistsError: the directory exists, and holds something.
-          ValueError: settings do not go together, or are of no use for this kind of model.
+          FileExistsError: the directory exists and is not empty.
+          ValueError: settings contradict each other, or do not apply to this kind of model.
         """
         if asked.config is None:
             name = _model_of(asked.data, asked.model, asked.schema)
@@ -89,7 +89,7 @@ class Run:
 
     @classmethod
     def _trained(cls, training: Training) -> Run:
-        """A new run."""
+        """Makes a run by a training."""
         kind = kind_of(training.config)
         training.check_kind(kind.name)
         _check_columns(training)
@@ -121,12 +121,12 @@ class Run:
     @classmethod
     @takes(Load)
     def load(cls, asked: Load) -> Run:
-        """A run that `save`, `train` or `sparsejax train` has written.
+        """Loads a run that `save`, `train` or `sparsejax train` wrote.
 
-        Its data is not there: what the model is shown is given as `inputs`.
+        The training data is not loaded: pass the data that the model should read as `inputs`.
 
         Raises:
-          ValueError: this is not a run folder, or it is damaged.
+          ValueError: the folder is not a run folder, or is damaged.
         """
         folder = Folder.of(pathlib.Path(asked.directory))
         asked.check_kind(folder.settings.kind.name)
@@ -134,13 +134,13 @@ class Run:
         return cls(folder, reading)
 
     def save(self, directory: _Path) -> None:
-        """Writes the run to a folder, whole or not at all.
+        """Copies the run to a folder, which is renamed into place when complete.
 
         Args:
-          directory: the folder, which must be new.
+          directory: path of the folder, which must not exist.
 
         Raises:
-          FileExistsError: it exists.
+          FileExistsError: the folder exists.
         """
         directory = pathlib.Path(directory)
 
@@ -153,21 +153,21 @@ class Run:
 
     @takes(TrainMore)
     def train_more(self, asked: TrainMore) -> None:
-        """Continues the training: this run becomes the run of the new training.
+        """Continues the training. Afterwards this object is the run of the new training.
 
-        Items, and categories of clicks, that the model does not know are added behind those
-        that it knows, and no known row moves before training. A new category of clicks begins
-        as a copy of the unknown one. The optimizer goes on with its state if it is of the same
-        kind and its learning rate is constant, else it begins anew. The folder of the run so
-        far stays as it is.
+        Items, and categories of clicks, that the model does not know are added after the known
+        ones, and known rows are not changed before training. A new category of clicks starts as a
+        copy of the unknown category. The optimizer keeps its state if it is of the same kind and
+        its learning rate is constant; otherwise it starts anew. The folder of the earlier run is
+        not changed.
 
-        The columns of clicks and of events are those of the run, and so are targets and
-        weights, unless others are given. The data should hold all interactions that
-        count: what only earlier data had is gradually forgotten. Files are read as before,
-        unless columns are named.
+        The columns of clicks and events, targets and weights are those of the earlier run, unless
+        others are given. The data should contain all interactions that count: interactions that
+        only earlier data had are gradually forgotten. Files are read as before, unless columns are
+        named.
 
         Raises:
-          ValueError: settings do not go together, or are of no use for this kind of model.
+          ValueError: settings contradict each other, or do not apply to this kind of model.
         """
         if is_file(asked.data):
             names = self._reading.given - asked.given
@@ -181,33 +181,33 @@ class Run:
 
     @property
     def directory(self) -> pathlib.Path:
-        """The folder of the run. If none was named, it is removed with the run."""
+        """The folder of the run. A temporary folder is removed with this object."""
         return pathlib.Path(self._kept.directory)
 
     @property
     def settings(self) -> Settings:
-        """How the model was trained."""
+        """The settings with which the model was trained."""
         return self._kept.settings
 
     @property
     def model(self) -> Any:
-        """The model, ready for use."""
+        """The trained model."""
         return self._kept.model()
 
     @property
     def optimizer(self) -> Optimizer:
-        """The model's optimizer, as it was after training."""
+        """The optimizer of the model, with its state after training."""
         return self._kept.modules()[1]
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """An entry for each epoch, as `fit` returned it."""
+        """The training history, an entry for each epoch, as `fit` returned it."""
         return self._kept.history()
 
     @property
     def known(self) -> Any:
-        """The names of the items; a data set without rows for clicks, and for histories with
-        columns of events.
+        """The names of the items; for clicks, and histories with event columns, a data set without
+        rows.
         """
         return self._kept.known
 
@@ -217,11 +217,11 @@ class Run:
 
     @takes(Evaluate)
     def evaluate(self, asked: Evaluate) -> Mapping[str, float]:
-        """How well the model finds held-out items, or predicts clicks; see `evaluate`.
+        """Measures how well the model finds held-out items, or predicts clicks; see `evaluate`.
 
         Raises:
-          ValueError: `inputs` are needed, or nothing is held out. An argument does not fit the
-            model or another argument, or this kind of data has no use for it.
+          ValueError: `inputs` are needed, or nothing is held out. An argument does not match the
+              model or another argument, or does not apply to this kind of data.
         """
         asked.check_kind(self._kind.name)
         asked = asked.replaced(inputs=self._kept.inputs("evaluate", asked.inputs))
@@ -229,7 +229,7 @@ class Run:
 
     @takes(Recommend)
     def recommend(self, asked: Recommend) -> Recommendations:
-        """The best items for rows, with their names: see `Recommendations.names`.
+        """Recommends items to rows; names are included, see `Recommendations.names`.
 
         >>> run = Run.train(train, num_epochs=1)
         >>> found = run.recommend(["train-10006", "train-10008"], k=3)
@@ -237,8 +237,8 @@ class Run:
         [3, 3]
 
         Raises:
-          ValueError: there is no such row, or `inputs` are needed; the model is of clicks,
-            for which there is `predict`.
+          ValueError: a row name is unknown, `inputs` are needed, or the model is of clicks, for
+              which there is `predict`.
         """
         users = [asked.users] if isinstance(asked.users, str) else asked.users
         asked = asked.replaced(
@@ -248,12 +248,13 @@ class Run:
         return found.named(rows, item_names(self.known))
 
     def predict(self, examples: Any) -> Any:
-        """The probability of a click of each example, `[examples]` float32.
+        """Predicts the probability of a click for each example, `[examples]` float32.
 
-        Of several labels a dict with the prediction of each, see `sparsejax.predict`.
+        With several labels, returns a dict with the predictions of each label, see
+        `sparsejax.predict`.
 
         Args:
-          examples: a file of the same columns, which needs no labels; or a `ClickDataset`.
+          examples: a file with the same columns, labels being optional; or a `ClickDataset`.
 
         Raises:
           ValueError: the model is not of clicks.
@@ -261,14 +262,14 @@ class Run:
         return self._kind.probabilities(examples, self._reading, self._kept)
 
     def similar(self, items: Sequence[str], k: int = 10) -> Recommendations:
-        """The most similar items of each item, with their names and cosines.
+        """Finds the most similar items of each item, with their names and cosines.
 
         Args:
           items: names of items.
-          k: similar items for each.
+          k: number of similar items for each item.
 
         Raises:
-          ValueError: there is no such item, or the model is of clicks.
+          ValueError: an item is unknown, or the model is of clicks.
         """
         if not self._kind.ranks_items:
             raise ValueError("a model of clicks has no items")
@@ -287,9 +288,10 @@ class Run:
 
     @takes(Export)
     def export(self, asked: Export) -> None:
-        """Writes a predictor, see `export_predictor`. It knows the names of the items.
+        """Writes a predictor, including the names of the items, see `export_predictor`.
 
-        The file also has an example with its answer, which a service compares with its own.
+        The file also contains an example with its answer, which a service compares with its own
+        answer.
         """
         asked.check_kind(self._kind.name)
         uses.export(asked, self._reading, self._kept)
@@ -298,10 +300,10 @@ class Run:
 def _model_of(
     data: Any, model: str | None, schema: ClickSchema | EventSchema | None
 ) -> str:
-    """The name of the model that is meant.
+    """The name of the model to train: the given one, or the default for the data.
 
     Raises:
-      ValueError: there is no model of this name.
+      ValueError: the model name is unknown.
     """
     if model is None:
         if isinstance(schema, EventSchema):
@@ -316,7 +318,9 @@ def _model_of(
 
 
 def _check_config(config: Any, model: str | None) -> None:
-    """Raises an error for what is no configuration, or is that of another model."""
+    """Raises an error if `config` is not a configuration, or belongs to another model than
+    `model`.
+    """
     if not isinstance(config, Config):
         raise TypeError(
             "config is a NetworkConfig, or the configuration of another model, got "
@@ -328,7 +332,7 @@ def _check_config(config: Any, model: str | None) -> None:
 
 
 def _check_columns(training: Training) -> None:
-    """Raises ValueError where data that has been read comes with how to read a file."""
+    """Raises ValueError if data in memory is given together with options for reading a file."""
     if is_file(training.data):
         return
     is_table = hasattr(training.data, "__arrow_c_stream__")
@@ -343,7 +347,7 @@ def _check_columns(training: Training) -> None:
 
 
 def _with_table[T: Reading](options: T, known: Any) -> T:
-    """The options with the table of users, which is read once, with the ids of known categories."""
+    """The options with the table of users, read once, in which known categories keep their ids."""
     if (given := options.user_features) is None:
         return options
     users = users_in(given, getattr(known, "users", None), options)
@@ -351,7 +355,7 @@ def _with_table[T: Reading](options: T, known: Any) -> T:
 
 
 def _check_temporary(training: Training) -> None:
-    """Raises ValueError where a run needs a folder with a name."""
+    """Raises ValueError if a training needs a named folder, and none is given."""
     if training.resume:
         raise ValueError("resume=True needs the directory of the run")
     if jax.process_count() > 1:
@@ -361,6 +365,6 @@ def _check_temporary(training: Training) -> None:
 
 
 def _shown(source: Source) -> Any:
-    """The data that a run shows its model later: the data, unless it is on disk."""
+    """The training data, kept for later recommendations; None if it is on disk."""
     in_memory = SparseDataset | SequenceDataset | ClickDataset
     return source.everything if isinstance(source.everything, in_memory) else None

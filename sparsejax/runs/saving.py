@@ -1,4 +1,4 @@
-"""Saves a model from a loop of one's own as a run."""
+"""Saves a model from a custom training loop as a run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs import folders
 from sparsejax.runs.folders import Settings
 
-# In place of the fingerprint of the data. So a resume by `train` is refused: only the loop knows
-# which rows come next.
+# Replaces the fingerprint of the data. It makes `train` reject a resume: only the custom loop
+# knows which rows come next.
 _UNKNOWN = "of a loop of one's own"
 
 
@@ -31,10 +31,10 @@ def save_model(
     history: Sequence[Mapping[str, float]] = (),
     item_features: ItemFeatures | None = None,
 ) -> None:
-    """Writes a model as the run folder that `Run.load` and all commands read.
+    """Writes a model as a run folder for `Run.load` and all commands.
 
-    `Run.train` writes such a folder itself. This is for a model that `build` has made, and that
-    `fit` or a loop of your own has trained.
+    `Run.train` writes such a folder itself. This function is for a model that was made by `build`
+    and trained by `fit` or a custom loop.
 
     >>> model, optimizer = build(NetworkConfig.autoencoder((8,)), train)
     >>> history = fit(model, optimizer, train, num_epochs=1)
@@ -43,24 +43,25 @@ def save_model(
     >>> len(run.recommend(["train-10006"], k=2, inputs=train).names()[0])
     2
 
-    `Run.train_more` and `train --from` go on with it, with the state of the optimizer. The
-    model stays as it is.
+    `Run.train_more` and `train --from` can train it further, with the state of the optimizer. The
+    model is not changed.
 
     Args:
-      directory: the folder, which must be new or empty.
+      directory: path of the folder, which must be new or empty.
       model: a model with a configuration, such as `FeedForward`, `SASRec` or `DLRM`.
-      optimizer: its optimizer.
-      data: the data that the model was trained on. The folder keeps its schema, and the names
-        of its items or categories, but no rows.
-      history: the list that `fit` returned, for the report.
-      item_features: the content of the items, if the model has some: the run keeps it.
+      optimizer: optimizer of the model.
+      data: the training data. The folder stores its schema, and the names of its items or
+          categories, but no rows.
+      history: history that `fit` returned, for the report.
+      item_features: content of the items, if the model has content; it is stored.
 
     Raises:
-      FileExistsError: the folder exists, and holds something.
-      TypeError: the model has no configuration, or the data are of another kind.
-      ValueError: the model is not what its configuration describes for this data; or the
-        optimizer was made with `dense` or `wrt`, which a run does not keep. The model has
-        content and `item_features` is missing or other, or it has none.
+      FileExistsError: the folder exists and is not empty.
+      TypeError: the model has no configuration, or the data is of another kind.
+      ValueError: the model differs from what its configuration gives for this data; or the
+          optimizer was made with `dense` or `wrt`, which a run cannot store. The model has content
+          and `item_features` is missing or differs from it; or it has no content and
+          `item_features` is given.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, Config):
@@ -111,7 +112,7 @@ def save_model(
 def _checked(
     given: ItemFeatures | None, model: nnx.Module, data: Any
 ) -> ItemFeatures | None:
-    """The content of the items of the data, if the model has content."""
+    """Checks the item content against the model; returns it in the order of the data's items."""
     content = content_of(model)
     if (content is None) != (given is None):
         has = "no content of its items" if content is None else "content of its items"
@@ -125,7 +126,7 @@ def _checked(
 
 
 def _check_fits(modules: tuple[Any, Optimizer], expected: tuple[Any, Any]) -> None:
-    """Raises ValueError unless a model and its optimizer are those that would be restored."""
+    """Raises ValueError unless model and optimizer have the structure that would be restored."""
     found, wanted = (
         {
             path: leaf.get_raw_value().shape

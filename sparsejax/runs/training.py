@@ -27,10 +27,10 @@ from sparsejax.verbs.fit import fit
 from sparsejax.verbs.place import place
 from sparsejax.verbs.recipe import learning_rate, steps_of_epoch
 
-# With fewer steps a model has learned little.
+# With fewer steps, a model has learned little.
 _FEW_STEPS = 100
 
-# Is told the number of epochs, the step, and what was measured after an epoch.
+# Function called after an epoch with the number of epochs, the step, and the metrics.
 Log = Callable[[int, int, Mapping[str, float]], None]
 
 
@@ -44,11 +44,11 @@ def train(
     """Trains a model into a folder, and returns the data that it was trained on.
 
     Args:
-      directory: the folder, new or empty, or of a run that is resumed.
+      directory: folder of the run, which is new, empty, or resumed.
       training: model, data and settings of the training.
       log: function that is called after each epoch.
-      summary: function that is called with a sentence about the size of the data, and the
-        model.
+      summary: function that is called with a sentence about the size of the data, and with the
+          model.
     """
     check = functools.partial(folders.check_folder, directory, resume=training.resume)
     processes.in_first(check)
@@ -58,7 +58,8 @@ def train(
     stopping = None
     if training.patience is not None:
         stopping = EarlyStopping(patience=training.patience)
-    if training.follow:  # each file is an epoch, and the rate has no end to fall to
+    # each file is an epoch, and the learning rate has no last step to fall to
+    if training.follow:
         training = training.replaced(num_epochs=1, decay="none")
     source = source_of(training)
     config, chosen = kind.suited(training.config, training, source)
@@ -77,7 +78,7 @@ def train(
             "is little to learn from: give a smaller batch_size, or more by num_epochs=..."
         )
     if restored and source.features is not None:
-        # A run that goes on from another one may have more room for tags.
+        # A model trained further may have a larger capacity for tags.
         content = folders.load_settings(directory).content
         if content is None:
             raise ValueError(
@@ -97,7 +98,7 @@ def train(
             set_content(model, source.features, new=True)
         if dispatch is not None:
             _compile_meanwhile(training, model, optimizer, dispatch())
-        # Not before: threads that lower programs take Python's time from each other.
+        # Not earlier: threads that lower programs slow down other Python threads.
         if kept_programs.may_compile_beside():
             folders.compile_beside((model, optimizer), settings)
         if computed is not None:
@@ -150,7 +151,7 @@ def train(
 
 
 def _with_targets_of_origin(training: Training) -> Training:
-    """The training with the targets and weights of the run that it goes on from, if it has none."""
+    """Uses the targets and weights of the earlier run, if the training gives none."""
     given = training.targets, training.weights
     if training.origin is None or given != (None, None):
         return training
@@ -159,9 +160,9 @@ def _with_targets_of_origin(training: Training) -> Training:
 
 
 def _with_dtype_of(begun: Any, config: Any) -> Any:
-    """The configuration of a run that is resumed, if it differs in nothing but the dtype.
+    """The configuration of a resumed run, if it differs from the new one only in its dtype.
 
-    Nobody named the dtype: a device chose it, and another one may have begun the run.
+    The dtype was not given by the user but chosen for a device, maybe a different one.
     """
     if type(begun) is not type(config) or not hasattr(config, "dtype"):
         return config
@@ -170,7 +171,7 @@ def _with_dtype_of(begun: Any, config: Any) -> Any:
 
 
 def source_of(training: Training) -> Source:
-    """Reads or scans the data, and what is held out."""
+    """Reads or scans the training data and the held-out data."""
     kind = kind_of(training.config)
     if training.chunk_rows is not None:
         if training.origin is not None:
@@ -188,7 +189,7 @@ def source_of(training: Training) -> Source:
 def rule_of(
     training: Training, defaults: Defaults, steps: int, epochs: int
 ) -> optimizers.Rule:
-    """The optimizer's rule. A schedule counts the steps that `fit` does.
+    """Makes the optimizer's rule, with a schedule for the steps that `fit` will do.
 
     Args:
       training: settings, with the name of the optimizer.
@@ -204,7 +205,8 @@ def rule_of(
         options["weight_decay"] = training.weight_decay
     peak = training.learning_rate
     peak = defaults.learning_rate if peak is None else peak
-    optimizers.get(name, learning_rate=peak, **options)  # checks them
+    # raises an error for unknown options
+    optimizers.get(name, learning_rate=peak, **options)
     decays = training.decay in (None, "cosine")
     is_number = 0 <= training.warmup_epochs < math.inf
     warmup = round(training.warmup_epochs * steps) if is_number else 0
@@ -218,13 +220,13 @@ def rule_of(
 
 
 def named_rule(name: str | None, defaults: Defaults) -> tuple[str, dict[str, Any]]:
-    """Name and options of the optimizer of this name, or of the default."""
+    """The name and options of the named optimizer, or of the default one."""
     name = name or defaults.optimizer
     return name, dict(defaults.options) if name == defaults.optimizer else {}
 
 
 def settings_of(training: Training, config: Any, source: Source) -> Settings:
-    """The settings that `run.json` will hold."""
+    """Makes the settings to store in `run.json`."""
     kind, continued = kind_of(config), training.origin is not None
     defaults = kind.defaults_of(config).for_data(source.data, continued=continued)
     epochs, batch_size = training.num_epochs, training.batch_size
@@ -257,7 +259,7 @@ def settings_of(training: Training, config: Any, source: Source) -> Settings:
 def linear_part_of(
     settings: Settings, source: Source, *, keep: bool
 ) -> Callable[[], linear_parts.Arrays] | None:
-    """A function that finds or computes the linear part; None if the network has none."""
+    """A function that reads or computes the linear part; None if the network has none."""
     linear = getattr(settings.network, "linear", None)
     if linear is None:
         return None
@@ -273,10 +275,10 @@ def linear_part_of(
 def _first_dispatch(
     settings: Settings, source: Source
 ) -> Callable[[], Dispatch] | None:
-    """A function that gives the first steps of training, to compile their program.
+    """A function that returns the first steps of training, to compile their program.
 
-    None if the program is not compiled while the linear part is computed. Where programs
-    may be compiled beside others, another thread makes it.
+    None if the program is not compiled while the linear part is computed. If programs may be
+    compiled in parallel, another thread prepares the steps.
     """
     linear: Any = getattr(settings.network, "linear", None)
     if not kept_programs.are_kept() or linear_parts.is_kept(
@@ -301,7 +303,7 @@ def _compile_meanwhile(
 ) -> None:
     """Compiles the training program while the linear part is computed.
 
-    Its numbers make no difference to the program.
+    The program does not depend on the values of the linear part.
     """
     program = Program(
         model, optimizer, fused=training.fused, deterministic=training.deterministic
@@ -312,7 +314,7 @@ def _compile_meanwhile(
 def _continued(
     training: Training, settings: Settings, source: Source
 ) -> tuple[Any, Optimizer]:
-    """The earlier run's model with the items that are new, and the optimizer."""
+    """The model of the earlier run, extended by new items, and the optimizer."""
     assert training.origin is not None
     earlier = Folder.of(training.origin)
     before = earlier.settings

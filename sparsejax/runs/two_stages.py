@@ -42,15 +42,15 @@ from sparsejax.sparse import CSR
 from sparsejax.verbs.export import export_with_answer
 from sparsejax.verbs.recommend import recommend
 
-_PAIRS = 8192  # of rows with candidates, at a time
-_LENGTH = 200  # of a history
-# Places that columns come from.
+_PAIRS = 8192  # pairs of rows and candidates that are scored at a time
+_LENGTH = 200  # default length of a history
+# Sources of columns.
 _ITEM, _USER, _HISTORY = "the name of the item", "the name of the user", "the history"
 _FIXED = "its fixed value"
 _ITEM_COLUMNS, _USER_COLUMNS = "item_columns", "user_columns"
 _REQUEST_COLUMNS = "request_columns"
 _OF_ITEMS = {_ITEM, _ITEM_COLUMNS, _FIXED}
-# The inputs of a service, which no column may be called.
+# The inputs of a service, which must not be names of columns.
 _RESERVED = {
     f"{name}{end}"
     for name in ("items", "exclude", "candidates")
@@ -60,7 +60,7 @@ _RESERVED = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Shown(Inputs):
-    """Inputs with the names of the items."""
+    """Inputs that also have the names of the items."""
 
     feature_names: Names
 
@@ -75,10 +75,10 @@ class TwoStage:
         both.recommend(["ann"], k=10)
         both.export("shop.predictor")
 
-    The second stage reads the columns of its training data. Each comes from one place: the name
-    of the item, the columns of items, the name of the user, the columns of users, the history,
-    or the request. Items are ranked by the probability of a click, or by several labels. Among
-    equally good ones the better candidate comes first.
+    The second stage reads the columns of its training data. Each has one source: the name of the
+    item, the columns of items, the name of the user, the columns of users, the history, or the
+    request. Items are ranked by the probability of a click, or by several labels. Equally good
+    items are ordered by the first stage.
 
     >>> _ = pathlib.Path("shown.csv").write_text("item,click\\nmilk,1\\nrye,0\\ntea,0\\n")
     >>> schema = ClickSchema("click", ids={"item": HashedColumn(8)})
@@ -93,8 +93,8 @@ class TwoStage:
 
         Raises:
           DataError: a table cannot be read.
-          ValueError: a run is of another kind. A column of the second stage comes from nowhere,
-            or from two places.
+          ValueError: a run is of the wrong kind. A column of the second stage has no source, or
+              two.
         """
         self._first, self._reading = asked.retrieval._kept, asked.retrieval._reading
         self._second, self._asked = asked.ranking._kept, asked
@@ -124,15 +124,15 @@ class TwoStage:
 
     @takes(EvaluateJoined)
     def evaluate(self, asked: EvaluateJoined) -> Mapping[str, float]:
-        """The metrics of both stages, and of each alone, on the same held-out interactions.
+        """Measures both stages together, and each alone, on the same held-out interactions.
 
-        Names of metrics of the first stage alone begin with `retrieval_`. Its recall at the
-        number of candidates is the most that both can reach. Those of the second stage begin with
+        Metrics of the first stage alone begin with `retrieval_`. Its recall at the number of
+        candidates is an upper bound for both stages. Metrics of the second stage alone begin with
         `ranking_`.
 
         Raises:
-          ValueError: `inputs` or `requests` are needed; nothing is held out; rows do not fit; `k`
-            is larger than the number of candidates.
+          ValueError: `inputs` or `requests` are needed; nothing is held out; rows do not match; or
+              `k` exceeds the number of candidates.
         """
         kind, data = self._kind, self._data("evaluate", asked.inputs)
         heldout = kind.heldout(asked.heldout, self._reading, data, asked.inputs)
@@ -155,7 +155,7 @@ class TwoStage:
         }
         if asked.ranking_alone:
             alone["ranking"] = prepared.run(model.alone("second"))
-        # Not those of the baseline, which both have.
+        # Without the metrics of the baseline, which both have.
         kept = {f"recall@{most}"} | {
             n for n in found if "@" in n and not n.startswith("popularity_")
         }
@@ -170,11 +170,11 @@ class TwoStage:
 
     @takes(RecommendJoined)
     def recommend(self, asked: RecommendJoined) -> Recommendations:
-        """The best items for rows, with their names; scores are probabilities.
+        """Recommends items to rows, with their names; scores are probabilities.
 
         Raises:
-          ValueError: there is no such row; `inputs` or `requests` are needed; `k` is larger than
-            the number of candidates.
+          ValueError: a row name is unknown; `inputs` or `requests` are needed; or `k` exceeds the
+              number of candidates.
         """
         self._check_k(asked.k)
         asked.check_kind(self._kind.name)
@@ -190,7 +190,7 @@ class TwoStage:
             "inputs": shown,
             "exclude": None if exclude is None else kind.matrix(exclude),
             "batch_size": self._rows_at_once,
-            "context": None,  # the data has it
+            "context": None,  # already part of the data
         }
         found = recommend(model, **options)
         return found.named(data.row_names, self._names)
@@ -199,12 +199,13 @@ class TwoStage:
     def export(self, asked: ExportJoined) -> None:
         """Writes both stages as one predictor, which `sparsejax.load_predictor` reads.
 
-        The file has the columns of items. A request has the others, also those of users.
+        The file contains the columns of items. Each request has the other columns, including user
+        columns.
 
         Raises:
           NotImplementedError: the first stage reads columns of events.
-          ValueError: a column has the name of an input of a service; `k` is larger than the
-            number of candidates.
+          ValueError: a column has the name of an input of a service; or `k` exceeds the number of
+              candidates.
         """
         self._check_k(asked.k)
         if clash := sorted(_RESERVED & {*self._requests.columns}):
@@ -218,7 +219,7 @@ class TwoStage:
                 "take yet; rank with recommend"
             )
         size = self._rows_at_once if asked.batch_size is None else asked.batch_size
-        # A file of a run reads no times.
+        # Files of a run have no times.
         kind, bare = self._kind, [[str(self._names[0])]]
         data = kind.read_shown(bare, self._reading, self._first)
         model = self._model(kind.shown(self._first.model(), data, None)[0])
@@ -227,7 +228,7 @@ class TwoStage:
 
     @functools.cached_property
     def _requests(self) -> Requests:
-        """The columns of requests."""
+        """The columns that come with requests, and their conversion to inputs."""
         places, asked = self._places, self._asked
         names = [name for name, place in places.items() if place not in _OF_ITEMS]
         schema, owners = with_columns(self._schema, names)
@@ -257,7 +258,7 @@ class TwoStage:
 
     @functools.cached_property
     def _item_arrays(self) -> dict[str, np.ndarray]:
-        """The columns of items, an array each, in the order of the first stage's items."""
+        """The item columns by name, as arrays in the order of the first stage's items."""
         names, places = self._names, self._places
         own = [name for name, place in places.items() if place in _OF_ITEMS]
         is_told = any(places[name] != _FIXED for name in own)
@@ -287,7 +288,7 @@ class TwoStage:
         return found
 
     def _check_known(self, ids: Mapping[str, Any]) -> None:
-        """Raises ValueError if the ranking model knows none of the items."""
+        """Raises ValueError if the second stage knows no name of any item."""
         name = self._asked.item_as
         is_named = isinstance(self._schema.ids.get(name), VocabularyColumn)
         if name in ids and is_named and (ids[name] < FIRST_KNOWN).all():
@@ -297,10 +298,10 @@ class TwoStage:
             )
 
     def _model(self, first: Any) -> Stages:
-        """Both models as one.
+        """Combines both models to one.
 
         Args:
-          first: the model of the first stage, as one that ranks rows.
+          first: model of the first stage, as a ranker of rows.
         """
         of_requests = [
             n for n in self._schema.dense if self._places[n] not in _OF_ITEMS
@@ -319,7 +320,7 @@ class TwoStage:
         )
 
     def _staged(self, data: Any, requests: Any) -> tuple[Stages, Inputs]:
-        """Both models as one for some data, and the data as its inputs."""
+        """The combined model, and its inputs for some data."""
         kind = self._kind
         first, shown, _ = kind.shown(self._first.model(), data, None)
         names, lists = data.row_names, lists_of(data, self._names)
@@ -329,7 +330,7 @@ class TwoStage:
         return self._model(first), inputs
 
     def _columns(self, rows: Names, requests: Any) -> dict[str, Any]:
-        """The columns of requests for some rows, by name."""
+        """The request columns of the given rows, by name."""
         asked, columns = self._asked, {}
         chosen = {
             place: [n for n, its in self._places.items() if its == place]
@@ -356,13 +357,13 @@ class TwoStage:
         return columns
 
     def _data(self, method: str, inputs: Any) -> Any:
-        """The rows that the first stage is shown."""
+        """The rows that the first stage reads."""
         inputs = self._first.inputs(method, inputs)
         return self._kind.read_shown(inputs, self._reading, self._first)
 
     @property
     def _kind(self) -> Any:
-        """The kind of the first stage, which is one of those that rank items."""
+        """The kind of the first stage, a kind that ranks items."""
         return self._first.settings.kind
 
     @property
@@ -375,7 +376,7 @@ class TwoStage:
         return max(1, _PAIRS // self._asked.candidates)
 
     def _check_k(self, k: int) -> None:
-        """Raises ValueError if more items are wanted than there are candidates."""
+        """Raises ValueError if `k` exceeds the number of candidates."""
         if k > self._asked.candidates:
             raise ValueError(
                 f"k is {k:,}, but the first stage finds {self._asked.candidates:,} candidates"
@@ -385,10 +386,10 @@ class TwoStage:
 def _places_of(
     schema: ClickSchema, asked: Join, items: ByName | None, users: ByName | None
 ) -> dict[str, str]:
-    """The place that each column of the second stage comes from.
+    """The source of each column of the second stage.
 
     Raises:
-      ValueError: a column comes from nowhere or from two places, or is named and not there.
+      ValueError: a column has no source, or two; or a named column does not exist.
     """
     used = [*schema.dense, *schema.ids]
     history = [] if asked.history_as is None else [asked.history_as]
@@ -424,7 +425,7 @@ def _places_of(
 
 
 def _one_each(found: Mapping[str, list[str]]) -> dict[str, str]:
-    """The place of each column; raises ValueError where there is none, or more than one."""
+    """The only source of each column; raises ValueError for a column without, or with several."""
     for name, places in found.items():
         if len(places) > 1:
             raise ValueError(
@@ -445,10 +446,10 @@ def _one_each(found: Mapping[str, list[str]]) -> dict[str, str]:
 def _ranks_by(
     schema: ClickSchema, asked: str | Mapping[str, float] | None
 ) -> list[tuple[int, float, bool]]:
-    """The labels that rank: the number, the factor and whether it is a probability, of each.
+    """The labels to rank by: number, factor, and whether the prediction is a probability.
 
     Raises:
-      ValueError: there is no such label, or only one.
+      ValueError: a label is unknown, or there is only one label.
     """
     labels = schema.several
     if not labels:
@@ -474,7 +475,7 @@ def _ranks_by(
 
 
 def _check_kinds(first: Any, second: Any) -> None:
-    """Raises ValueError unless the runs can be the two stages."""
+    """Raises ValueError unless the runs are of the kinds that two stages need."""
     if not first.kind.ranks_items:
         raise ValueError(
             "the first stage is a run that ranks items, such as one of sasrec or an "

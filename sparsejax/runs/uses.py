@@ -1,4 +1,4 @@
-"""The uses of a run: it is measured, recommends, is reported and is exported."""
+"""The uses of a run: evaluation, recommendation, report and export."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sparsejax.verbs.vectors import user_vectors
 
 
 def measured(asked: Evaluate, reading: Reading, run: Opened) -> Mapping[str, float]:
-    """The metrics of a run.
+    """Measures a run on held-out data.
 
     Args:
       asked: settings of the evaluation.
@@ -53,7 +53,7 @@ def recommended(
     check: Callable[[Names], None] | None = None,
     hint: str = "",
 ) -> tuple[Names, Recommendations]:
-    """The names of rows, and the recommendations for them.
+    """Recommends items to rows; returns the names of the rows and the recommendations.
 
     Args:
       asked: settings of the recommendation.
@@ -86,7 +86,10 @@ def recommended(
 def vectors_of(
     inputs: Any, reading: Reading, run: Opened, context: Any = None
 ) -> tuple[np.ndarray, Names]:
-    """The vectors of the rows of some data, perhaps in a context, and their names."""
+    """The vectors of the rows of some data, and the row names.
+
+    `context` is that of the next event.
+    """
     data = run.settings.kind.read_shown(inputs, reading, run)
     if context is not None:
         data = data.with_context(context)
@@ -150,13 +153,14 @@ def _with_baselines(
     train: SparseDataset,
     say: Callable[[str], None],
 ) -> Mapping[str, float]:
-    """Appends the metrics of each baseline, with its name before that of the metric.
+    """Adds the metrics of each baseline, with its name as a prefix of the metric's name.
 
     Args:
       measured: the metrics of the model.
       prepared: data on which the baselines are measured.
-      train: data that the baselines are made of.
-      say: function that is called with a line about each baseline that needs too much memory.
+      train: data that the baselines are made from.
+      say: function that is called with a line about each baseline for which there is too little
+          memory.
     """
     found: dict[str, float] = {}
     for name, baseline in BASELINES.items():
@@ -173,7 +177,9 @@ def _with_baselines(
 
 
 def _warn_of_popularity(measured: Mapping[str, float]) -> Mapping[str, float]:
-    """The metrics, with a warning if the most popular items are better for everyone."""
+    """Returns the metrics, and warns if recommending the most popular items to all rows is
+    better.
+    """
     for name, value in measured.items():
         popular = measured.get(f"popularity_{name}")
         of_all = name.startswith("ndcg@") and not name.endswith("]")

@@ -1,6 +1,6 @@
 """Models of histories: they predict the next item of a user.
 
-Above `nn`, whose output layer has the exact softmax over all items.
+This package stands above `nn`, whose output layer has the exact softmax over all items.
 """
 
 import lazy_loader

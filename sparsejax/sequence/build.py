@@ -1,4 +1,4 @@
-"""From the configuration of a sequence model to the model."""
+"""Builds a sequence model from its configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsejax.sequence.hstu import HSTU
 from sparsejax.sequence.model import SequenceModel
 from sparsejax.sequence.sasrec import SASRec
 
-# By the names that their configurations have.
+# Model classes by the names of their configurations.
 _MODELS: Mapping[str, type[SequenceModel]] = {
     "sasrec": SASRec,
     "hstu": HSTU,
@@ -30,7 +30,7 @@ def build_sequence_model(
     events: EventSizes | None = None,
     rngs: nnx.Rngs,
 ) -> SequenceModel:
-    """The model of a configuration.
+    """Builds the model that a configuration describes.
 
     >>> config = SequenceConfig.from_json({"version": 1, "model": "sasrec"})
     >>> type(build_sequence_model(config, items=100, rngs=nnx.Rngs(0))).__name__
@@ -39,23 +39,23 @@ def build_sequence_model(
     Args:
       config: settings of one of the models.
       items: number of items.
-      content: sizes of the content of items (tags and vectors), as for `SequenceModel`;
-        None: no content.
-      events: sizes of the columns of events, as for `SequenceModel`; None: no columns.
+      content: sizes of the content of items (tags and vectors), as in `SequenceModel`; None
+          without content.
+      events: sizes of the event columns, as in `SequenceModel`; None without columns.
       rngs: random streams: "params", and "dropout" in training.
 
     Raises:
-      TypeError: the configuration belongs to no model.
+      TypeError: the configuration does not belong to a model here.
     """
     sizes = {"content": content, "events": events}
     return model_of(config)(config, items=items, **sizes, rngs=rngs)
 
 
 def model_of(config: SequenceConfig) -> type[SequenceModel]:
-    """The class of a configuration's model.
+    """The class of the model for a configuration.
 
     Raises:
-      TypeError: the configuration is of no model.
+      TypeError: the configuration does not belong to a model here.
     """
     model = _MODELS.get(getattr(config, "model", ""))
     if model is None:

@@ -1,4 +1,4 @@
-"""Sequence models as data: frozen dataclasses, written to and read from versioned JSON."""
+"""Configurations of sequence models: frozen dataclasses, stored as versioned JSON."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sparsejax.codec import ModelConfig
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.ops.implementations import HOPPER, custom_call_can_run
 
-# `suited_to`: lengths of histories to choose from, and the share of entries to cut off.
-# Found on Amazon Beauty and on MovieLens.
+# For `suited_to`: lengths to choose from, and the share of entries that may be cut off. Chosen on
+# Amazon Beauty and on MovieLens.
 _LENGTHS, _CUT = (50, 100, 200, 500, 1000, 2000), 0.05
-# Devices hold the data in rows of this length: that many numbers at most.
+# Devices store the data in rows of equal length. This is the maximum number of their positions.
 _MOST_PLACES = 2**28
 
 
@@ -26,21 +26,21 @@ class SequenceConfig(ModelConfig):
     64
 
     Attributes:
-      max_length: the most items that a history may have.
-      width: numbers in the vector of an item.
+      max_length: largest number of items that the model reads of a history.
+      width: number of numbers in an item vector.
       blocks: number of blocks, one after the other.
-      dropout: probability of dropping a number in training.
-      temperature: scores are cosines divided by it; None for dot products.
-      negatives: the loss is a softmax over the target and this many items, drawn anew for
-        each batch; see `sparsejax.nn.sampled_cross_entropy`. None is the exact softmax over
-        all items.
-      sampler: how they are drawn: "uniform", all equally probable, or "batch", half of them
-        so and half from the batch's targets, so that popular items come more often. Both are
-        corrected by log q.
+      dropout: probability that a number is dropped in training.
+      temperature: number by which cosines are divided to give scores; None for dot products.
+      negatives: number of sampled items: the loss is a softmax over the target and these items,
+          drawn anew for each batch; see `sparsejax.nn.sampled_cross_entropy`. None is the exact
+          softmax over all items.
+      sampler: distribution of the sampled items: "uniform", or "batch", which draws half of them
+          uniformly and half from the batch's targets, so that popular items are drawn more often.
+          Both are corrected by log q.
 
     Raises:
       ValueError: a value is out of range.
-      TypeError: a value is no number, or not an integer.
+      TypeError: a value is not a number, or not an integer.
     """
 
     kind: ClassVar[str] = "histories"
@@ -78,13 +78,13 @@ class SequenceConfig(ModelConfig):
             check_positive("temperature", self.temperature)
 
     def suited_to(self, data: SequenceDataset) -> Self:
-        """The same with the `max_length` that suits the data, and a `dtype` for this device.
+        """A copy with the `max_length` that suits the data, and a `dtype` for this device.
 
-        Of 50, 100, 200, 500, 1,000 and 2,000 it is the least from which 5 % of the entries
-        or less are cut off, or else the largest. For a length above 50 there are at most
-        2^28 places of all rows, as devices hold them. A GRU has 200 at most, since it
-        takes one place after the other. A `dtype` of None becomes "bfloat16" on a GPU with
-        programs for it.
+        `max_length` is the smallest of 50, 100, 200, 500, 1,000 and 2,000 that cuts off at most 5
+        % of the entries, or else the largest. Lengths above 50 are only chosen if all rows
+        together have at most 2^28 positions on the devices. A GRU gets at most 200, as it
+        processes positions one by one. A `dtype` of None becomes "bfloat16" on a GPU that can run
+        our programs for it.
 
         >>> long = SequenceDataset([0, 80], [0] * 80, ["ann"], ["tea"])
         >>> SASRecConfig(width=64).suited_to(long).max_length
@@ -93,7 +93,7 @@ class SequenceConfig(ModelConfig):
         return self.suited_to_lengths(np.diff(data.indptr))
 
     def suited_to_lengths(self, lengths: np.ndarray) -> Self:
-        """`suited_to`, of data whose rows have these numbers of entries.
+        """`suited_to` for data whose rows have these numbers of entries.
 
         >>> SASRecConfig(width=64).suited_to_lengths(np.array([80])).max_length
         100
@@ -138,13 +138,13 @@ class SASRecConfig(AttentionConfig):
 
     Attributes:
       heads: number of heads of each attention; a divisor of `width`.
-      dtype: "float32" or "bfloat16", the dtype of the operands of products, also of
-        attention, and of the scores with sampled negatives. None is float32; `suited_to`
-        chooses. Parameters, norms, biases of attention and sums are always float32.
+      dtype: "float32" or "bfloat16", the dtype of the operands of products, including attention,
+          and of the scores of sampled negatives. None is float32, or the choice of `suited_to`.
+          Parameters, norms, biases of attention and sums are always float32.
 
     Raises:
       ValueError: a value is out of range.
-      TypeError: a value is no number, or not an integer.
+      TypeError: a value is not a number, or not an integer.
     """
 
     model = "sasrec"
@@ -159,16 +159,16 @@ class HSTUConfig(AttentionConfig):
 
     Attributes:
       heads: number of heads of each attention; a divisor of `width`.
-      dtype: "float32" or "bfloat16", the dtype of the operands of products, also of
-        attention, and of the scores with sampled negatives. None is float32; `suited_to`
-        chooses. Parameters, norms, biases of attention and sums are always float32.
+      dtype: "float32" or "bfloat16", the dtype of the operands of products, including attention,
+          and of the scores of sampled negatives. None is float32, or the choice of `suited_to`.
+          Parameters, norms, biases of attention and sums are always float32.
       divisor: number by which the sums of attention are divided, before a norm. None is
-        `max_length`. A large one weakens short histories, so give 50 where histories
-        may be long; `suited_to` does.
+          `max_length`. A large divisor weakens short histories, so set 50 if histories may be
+          long, as `suited_to` does.
 
     Raises:
       ValueError: a value is out of range.
-      TypeError: a value is no number, or not an integer.
+      TypeError: a value is not a number, or not an integer.
     """
 
     model = "hstu"
@@ -199,13 +199,13 @@ class GRUConfig(SequenceConfig):
 
 
 def entries_cut_off(lengths: np.ndarray, max_length: int) -> int:
-    """The number of entries of rows of these lengths that a model is not trained on."""
-    # A window has one entry more, which is a target only.
+    """The number of entries that a model is not trained on, for rows of these lengths."""
+    # A row in training has one more entry than the model reads, which is only a target.
     return int(np.maximum(lengths - max_length - 1, 0).sum())
 
 
 def operand_dtype(config: SequenceConfig) -> str:
-    """The dtype of the operands of products; a model without attention has no choice."""
+    """The dtype of the operands of products; float32 for a model without attention."""
     return (isinstance(config, AttentionConfig) and config.dtype) or "float32"
 
 

@@ -1,4 +1,4 @@
-"""The vectors of events' columns, which are added to those of their items."""
+"""Vectors of event columns, which are added to item vectors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from sparsejax.data.sets.event_schema import CONTEXT, USERS
 from sparsejax.data.sets.events import Events
 from sparsejax.losses import label_loss
 
-# Columns of events by name: `[..., ]` float32 of numbers; int32 ids; `[..., most]` of lists.
+# Event columns by name: float32 numbers `[...]`, int32 ids `[...]`, or int32 lists `[..., most]`.
 EventColumns = Mapping[str, jax.Array]
 
 _init = nnx.initializers.normal(0.02)
-# Scores of a label: each token has them.
+# Largest number of scores of a label, which are computed for each token.
 _MOST_SCORES = 1024
 
 
@@ -36,10 +36,10 @@ class Categories:
 
     Attributes:
       name: name of the column.
-      table: name of the column whose vectors it has: itself, or the one that it is like.
+      table: name of the column whose vectors it uses: its own, or that of its attribute `like`.
       size: number of ids.
-      most: the most categories that an event has; None if each event has one.
-      checksum: a checksum of the categories and their order; 0 for hashed ones.
+      most: largest number of categories in an event; None if each event has one.
+      checksum: checksum of the categories and their order; 0 for hashed ones.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Label:
 
     Attributes:
       name: name of the column.
-      column: loss and weight.
-      first: the place of its first score.
-      scores: number of scores: one for a number; for categories one for each id but that of a
-        missing value, the id 0.
-      dense: the column of numbers, or None.
+      column: loss and weight of the label.
+      first: index of its first score.
+      scores: number of scores: one for a number; for categories one for each id except 0, the id
+          of a missing value.
+      dense: index of the column of numbers, or None.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Label:
     def losses(
         self, scores: Float[Array, "events scores"], values: jax.Array
     ) -> Float[Array, "events"]:
-        """The loss of each event; 0 where its label is missing.
+        """The loss of each event; 0 if its label is missing.
 
         Args:
           scores: scores of this label.
@@ -83,7 +83,7 @@ class Label:
             found = label_loss(*how, scores[:, 0], jnp.where(there, values, 0))
             return jnp.where(there, found, 0)
         ids = values.reshape(len(values), -1)
-        # The id 0, and -1 in a list, are no category.
+        # Id 0, and -1 in a list, stand for no category.
         at = jnp.where(ids > MISSING, ids - 1, self.scores)
         rows = jnp.arange(len(ids))[:, None]
         has = jnp.zeros_like(scores).at[rows, at].set(1, mode="drop")
@@ -96,14 +96,14 @@ class RankBy(NamedTuple):
 
     Attributes:
       label: the label.
-      place: place of its score among those of all labels.
+      place: index of its score among those of all labels.
     """
 
     label: Label
     place: int
 
     def values(self, scores: jax.Array) -> jax.Array:
-        """The probabilities or numbers that scores stand for."""
+        """Converts scores to probabilities or numbers."""
         if self.label.column.is_probability:
             return jax.nn.sigmoid(scores)
         number = self.label.dense
@@ -112,16 +112,16 @@ class RankBy(NamedTuple):
         return scores
 
     def order(self, items: jax.Array, scores: jax.Array) -> jax.Array:
-        """Numbers that order items by probability times value; -inf where `items` is.
+        """Values by which items are ordered: probability times label value; -inf where `items` is.
 
         Args:
-          items: `[batch, count]` scores of the items, which are logarithms of probabilities.
+          items: `[batch, count]` item scores, which are log probabilities up to a constant.
           scores: `[batch, count]` scores of the label.
         """
         if self.label.column.is_probability:
             return items + jax.nn.log_sigmoid(scores)
         best = jnp.max(items, axis=1, keepdims=True)
-        # All are -inf where there is no item.
+        # For a row without items, all scores are -inf.
         p = jnp.exp(items - jnp.where(best == -jnp.inf, 0, best))
         found = p * self.values(scores)
         return jnp.where(items == -jnp.inf, -jnp.inf, found)
@@ -129,7 +129,7 @@ class RankBy(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EventSizes:
-    """The columns of events that a model reads, and their sizes.
+    """The event columns that a model reads, and their sizes.
 
     >>> events = [{"user": "ann", "item": "tea", "action": "view"}]
     >>> data = read_sequences(events, events=EventSchema(kind="action"))
@@ -139,9 +139,9 @@ class EventSizes:
     Attributes:
       dense: columns of numbers.
       ids: columns of categories.
-      context: names of the columns that are known of the event to come.
-      users: the columns of users, or None.
-      labels: the columns that are predicted of the next event.
+      context: names of the columns that are known for the next event.
+      users: the user columns, or None.
+      labels: the columns that are predicted for the next event.
     """
 
     dense: tuple[str, ...]
@@ -152,13 +152,13 @@ class EventSizes:
 
     @classmethod
     def of_data(cls, data: Any) -> Self | None:
-        """The columns of some histories' events and users; None if there are none."""
+        """The event and user columns of histories; None if there are none."""
         events, users = getattr(data, "events", None), getattr(data, "users", None)
         return cls.of_both(events, users)
 
     @classmethod
     def of_both(cls, events: Events | None, users: Events | None) -> Self | None:
-        """The columns of events and of users; None if there are none."""
+        """Combines event columns and user columns; None if there are none."""
         if events is None and users is None:
             return None
         own = cls((), ()) if events is None else cls.of(events)
@@ -167,7 +167,7 @@ class EventSizes:
 
     @classmethod
     def of(cls, events: Events) -> Self:
-        """The columns of some events, or of users."""
+        """The columns of events or users."""
         owners = vocabulary_columns(events.schema)
         checksums = {
             name: checksum([names_as_bytes(names)])
@@ -198,24 +198,26 @@ class EventSizes:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of an event's part of each column."""
+        """The shape of a single event's value in each column."""
         lists = {c.name: () if c.most is None else (c.most,) for c in self.ids}
         return {**dict.fromkeys(self.dense, ()), **lists}
 
     @property
     def request_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of a history's part of each column that is known of the event to come."""
+        """The shape of a single history's value in each column that is known for the next
+        event.
+        """
         return {f"{CONTEXT}{name}": self.shapes[name] for name in self.context}
 
     @property
     def user_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of a user's part of each column of users."""
+        """The shape of a single user's value in each user column."""
         shapes = {} if self.users is None else self.users.shapes
         return {f"{USERS}{name}": shape for name, shape in shapes.items()}
 
     @property
     def of_context(self) -> EventSizes:
-        """The columns that are known of the event to come, alone."""
+        """Only the columns that are known for the next event."""
         dense = (name for name in self.dense if name in self.context)
         return EventSizes(
             tuple(dense), tuple(c for c in self.ids if c.name in self.context)
@@ -223,7 +225,7 @@ class EventSizes:
 
     @property
     def without_lists(self) -> EventSizes:
-        """The columns, for a comparison with others whose lists have other lengths."""
+        """The columns without the lengths of lists, to compare them with others."""
         users = None if self.users is None else self.users.without_lists
         ids = tuple(dataclasses.replace(each, most=None) for each in self.ids)
         return dataclasses.replace(self, ids=ids, users=users)
@@ -237,7 +239,9 @@ class EventSizes:
         return f"{found}{context}{labels if self.labels else ''}{users}"
 
     def dtype_of(self, column: str) -> jax.typing.DTypeLike:
-        """float32 for a column of numbers, by its name in the model's call, and int32 for ids."""
+        """The dtype of a column, by its name in a call of the model: float32 for numbers, int32
+        for ids.
+        """
         dense, name = self.dense, column.removeprefix(CONTEXT)
         if column.startswith(USERS):
             dense, name = (self.users or self).dense, column.removeprefix(USERS)
@@ -246,12 +250,13 @@ class EventSizes:
     def check(
         self, columns: EventColumns, places: tuple[int, ...], *, request: bool
     ) -> None:
-        """Raises ValueError unless these are the columns that a model was made for.
+        """Raises ValueError unless the columns match those that the model was made for.
 
         Args:
-          columns: the columns.
-          places: shape of the histories. A column has this shape and the shape of one event's value.
-          request: whether the context of the event to come is among them.
+          columns: arrays by column name.
+          places: shape of the histories. A column has this shape followed by the shape of an
+              event's value.
+          request: whether the columns include the context of the next event.
         """
         wanted = {n: (*places, *each) for n, each in self.shapes.items()}
         of_rows = self.user_shapes | (self.request_shapes if request else {})
@@ -271,18 +276,18 @@ class EventSizes:
                 )
 
     def in_training(self, columns: EventColumns) -> dict[str, jax.Array]:
-        """The columns, with the context of the event behind each place but the last."""
+        """Adds to each position but the last the context of the event after it."""
         ahead = {f"{CONTEXT}{name}": columns[name][:, 1:] for name in self.context}
         return {**columns, **ahead}
 
     def in_request(
         self, columns: EventColumns, last: Int[Array, "batch"]
     ) -> dict[str, jax.Array]:
-        """The columns, with the context of the event behind each place.
+        """Adds to each position the context of the event after it.
 
         Args:
-          columns: the columns, whose context is that of the event to come, `[batch, ...]`.
-          last: the last place of each history, behind which this event is.
+          columns: columns, whose context `[batch, ...]` is that of the next event.
+          last: last position of each history; the next event comes after it.
         """
         found = dict(columns)
         for name in self.context:
@@ -295,26 +300,26 @@ class EventSizes:
 
 
 class EventVectors(nnx.Module):
-    """The vector of an event without its item.
+    """The vector of an event, without that of its item.
 
     ::
 
         C_e = sum_c  mean of T_c[id] over the event's categories of column c
             + sum_d  x_d N_d                                over the columns d of numbers
 
-    T_c is a table with a row for each id of a column, and N_d the vector of a column of
-    numbers. Both are learned.
+    T_c is a table with a row for each id of column c, and N_d is the vector of a column of
+    numbers. Both are trained.
 
     Args:
-      sizes: the columns.
-      width: numbers of a vector.
+      sizes: the columns and their sizes.
+      width: width of the vectors.
       rngs: random stream "params".
     """
 
     def __init__(self, sizes: EventSizes, width: int, *, rngs: nnx.Rngs):
         self.sizes = sizes
         tables = {each.table: each.size for each in sizes.ids}
-        # In a list: names of columns need not be names of attributes.
+        # The tables are in a list, as names of columns may not be valid attribute names.
         self.names = tuple(tables)
         self.tables = nnx.List(
             nnx.Param(_init(rngs.params(), (size, width), jnp.float32))
@@ -326,14 +331,14 @@ class EventVectors(nnx.Module):
             self.numbers = nnx.Param(_init(rngs.params(), shape, jnp.float32))
 
     def __call__(self, columns: EventColumns) -> Float[Array, "*events width"]:
-        """The vectors of some events. An id that the column does not have makes NaN."""
+        """The vectors of events. An id outside its table gives NaN."""
         found: list[jax.Array] = []
         for each in self.sizes.ids:
             ids, table = columns[each.name], self.tables[self.names.index(each.table)]
             has = ids >= 0
             if each.most is not None:
                 ids = jnp.where(has, ids, 0)
-            # Out of range at the end, as negative numbers would count from there.
+            # Out of range at the end, as negative indices would count from the end.
             ids = jnp.where(ids >= 0, ids, each.size)
             rows = table[...].at[ids].get(mode="fill", fill_value=jnp.nan)
             if each.most is not None:
@@ -361,20 +366,20 @@ class NextEvent(nnx.Module):
 
         z(h, i) = ((h A + a) * (sqrt(width) E_i B + b)) C + c
 
-    Here h is the hidden vector of the place before the event, and E_i the vector of the item, by
-    which items are also scored. For one h, each score is a product of E_i with one vector, see
-    `query`, so that the scores of many items are as cheap as their ranking.
+    Here h is the hidden vector of the position before the event, and E_i is the item vector, which
+    is also used to score items. For one h, each score is a product of E_i with one vector, see
+    `query`, so scores of many items cost as little as ranking them.
 
     Args:
-      sizes: the columns of events, with labels.
-      width: numbers of a vector.
+      sizes: the event columns, including labels.
+      width: width of the vectors.
       rngs: random stream "params".
     """
 
     def __init__(self, sizes: EventSizes, width: int, *, rngs: nnx.Rngs):
         self.labels = sizes.labels
         count, ones = sum(each.scores for each in sizes.labels), nnx.initializers.ones
-        # With a and b of 1, there are also sums of a term of h and a term of the item.
+        # With a and b equal to 1, a score also has a term of h alone and a term of the item alone.
         self.of_history = nnx.Linear(width, width, bias_init=ones, rngs=rngs)
         self.of_item = nnx.Linear(width, width, bias_init=ones, rngs=rngs)
         self.scores = nnx.Linear(width, count, rngs=rngs)
@@ -386,7 +391,7 @@ class NextEvent(nnx.Module):
 
         Args:
           h: hidden vectors.
-          items: vectors of the items.
+          items: item vectors.
         """
         of_item = self.of_item(items * items.shape[-1] ** 0.5)
         return self.scores(self.of_history(h) * of_item)
@@ -394,11 +399,11 @@ class NextEvent(nnx.Module):
     def query(
         self, h: Float[Array, "batch width"], place: int
     ) -> tuple[Float[Array, "batch width"], Float[Array, "batch"]]:
-        """The vector whose product with an item's, plus the number, is one score.
+        """The vector and the number for which `vector . E_i + number` is one score.
 
         Args:
           h: hidden vectors.
-          place: place of the score among those of all labels.
+          place: index of the score among those of all labels.
         """
         assert self.scores.bias is not None and self.of_item.bias is not None
         x = self.of_history(h) * self.scores.kernel[...][None, :, place]
@@ -412,12 +417,12 @@ class NextEvent(nnx.Module):
         is_event: Bool[Array, "events"],
         columns: EventColumns,
     ) -> Float[Array, ""]:
-        """The sum over events of the losses of all labels, times their weights.
+        """The sum over events of the weighted losses of all labels.
 
         Args:
-          h: hidden vectors of the places before the events.
+          h: hidden vectors of the positions before the events.
           items: vectors of the events' items.
-          is_event: whether there is an event.
+          is_event: mask, False for padding.
           columns: columns of the events.
         """
         scores = self(jnp.where(is_event[:, None], h, 0), items)

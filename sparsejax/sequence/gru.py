@@ -1,4 +1,4 @@
-"""GRU: a state that each item of a history changes."""
+"""GRU: a recurrent state that is updated by each item of a history."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GRU(SequenceModel):
     >>> model.loss(jnp.array([[7, 3, 7, 9, 2], [5, 1, -1, -1, -1]])).shape
     ()
 
-    With E the vectors of the items, and h_0 = 0::
+    With item vectors E, and h_0 = 0::
 
         x_t     = dropout(E[item_t])                    plus C[event_t], if it reads columns
         r, z, n = W x_t + b                             three parts
@@ -28,7 +28,7 @@ class GRU(SequenceModel):
         h_t     = (1 - z) * n + z * h_(t-1)
         x_t     = dropout(h_t)                          ... `blocks` times
 
-    The hidden vectors are the last block's h. See `SequenceModel` for the rest.
+    The hidden vectors are the h of the last block. See `SequenceModel` for loss and ranking.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GRU(SequenceModel):
     def __call__(
         self, histories: Ids, times: Times = None, *, events: EventColumns | None = None
     ) -> Vectors:
-        """The hidden vector of each place. Times make no difference."""
+        """The hidden vector of each position. Times are ignored."""
         x = self.embed(histories, events)
         for block in self.blocks:
             x = block(x)
@@ -72,7 +72,7 @@ class Gated(nnx.Module):
             h = (1 - z) * jnp.tanh(n + r * self.new(h)) + z * h
             return h, h
 
-        # The products of the inputs are one, for all places.
+        # The input products of all positions are computed at once.
         inputs = jnp.swapaxes(self.inputs(self.dropout(x)), 0, 1)
         _, h = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), inputs)
         return jnp.swapaxes(h, 0, 1)

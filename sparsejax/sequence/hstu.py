@@ -1,4 +1,4 @@
-"""HSTU: gated attention without a softmax, biased by places and times."""
+"""HSTU: gated attention without softmax, biased by positions and times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparsejax.sequence.config import HSTUConfig, operand_dtype
 from sparsejax.sequence.model import TokenModel, TokenVectors, normal
 from sparsejax.sequence.tokens import Attention, Dropout, Tokens
 
-_BUCKETS = 128  # of times
+_BUCKETS = 128  # number of time buckets
 
 
 class HSTU(TokenModel):
@@ -23,9 +23,8 @@ class HSTU(TokenModel):
     >>> model.loss(histories, times).shape
     ()
 
-    With E the vectors of the items, P the vectors of the places, `*` by element, and
-    the
-    attention of each head divided by `divisor` in place of a softmax::
+    With item vectors E, position vectors P, `*` by element, and the attention of each head divided
+    by `divisor` instead of a softmax::
 
         x_t        = dropout(sqrt(width) E[item_t] + P_t)   E + C[event_t], if it reads columns
         u, v, q, k = silu(W1 norm(x))
@@ -35,13 +34,13 @@ class HSTU(TokenModel):
 
         bucket(t, s) = log(time_t - time_s) / 0.301, rounded down, from 0 to 127
 
-    Times that differ by less than 1 fall into the first bucket, so that seconds are a good
-    unit. A time that is earlier than one before it counts as that one. Without times there
-    is no bias of times. A model that was trained without times makes nothing of times that
-    it is shown later. See `SequenceModel` for the rest.
+    Time differences below 1 fall into the first bucket, so that seconds are a good unit. A time
+    that is earlier than a previous time counts as equal to it. Without times there is no time
+    bias. A model that was trained without times ignores times given later. See `SequenceModel` for
+    loss and ranking.
 
     Attributes:
-      places: `[max_length, width]`.
+      places: `[max_length, width]` position vectors.
     """
 
     uses_times = True
@@ -65,7 +64,7 @@ class GatedAttention(Attention):
         self.mixed = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
         shape = (config.max_length,)
         self.place_bias = nnx.Param(normal(rngs.params(), shape, jnp.float32))
-        # Zeros stay zeros in training without times, and then times make no difference.
+        # They stay 0 in a training without times, and then times have no effect.
         self.time_bias = nnx.Param(jnp.zeros(_BUCKETS))
         self.dropout = Dropout(config.dropout, rngs=rngs)
 
@@ -102,8 +101,8 @@ def _gated_forward(gates, y):
 
 def _gated_backward(operands, dz):
     _, pull = jax.vjp(_product, *operands)
-    # XLA would make all of this, some of it twice, in the program that sums over tokens for
-    # the norm's parameters. That program reads few bytes at a time.
+    # Without the barrier, XLA fuses all of this, some of it twice, into the program that sums over
+    # tokens for the norm's parameters. That program has a low memory throughput.
     return lax.optimization_barrier(pull(dz))
 
 

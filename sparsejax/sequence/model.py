@@ -1,4 +1,4 @@
-"""The base of sequence models: the vectors of items, the loss and the best items."""
+"""The base class of sequence models: item vectors, loss and ranking."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from sparsejax.sequence.turns import (
     tokens_of_turn,
 )
 
-# Once: a program that is compiled for a function is not found for its like.
+# A single object: programs compiled for one function are not reused for an equal one.
 normal = nnx.initializers.normal(0.02)
 
-_USER = PADDING - 1  # the place of users
+_USER = PADDING - 1  # id of the position of users
 
 Ids = Int[Array, "batch length"]
 Times = Float[Array, "batch length"] | None
@@ -54,7 +54,7 @@ TokenVectors = Float[Array, "tokens width"]
 
 
 class SequenceModel(nnx.Module):
-    """A model of histories. Each says in `__call__` how items become hidden vectors.
+    """A model of histories. A subclass defines in `__call__` how items become hidden vectors.
 
     >>> class LastItem(SequenceModel):
     ...     def __call__(self, histories, times=None):
@@ -63,50 +63,49 @@ class SequenceModel(nnx.Module):
     >>> model.loss(jnp.array([[7, 3, 7], [5, 1, -1]])).shape
     ()
 
-    With E the vectors of the items and h_t the hidden vector of place t, which depends on
-    the places up to t alone::
+    With item vectors E, and the hidden vector h_t of position t, which depends only on positions
+    up to t::
 
         score_ti = h_t . E_i                            or cos(h_t, E_i) / temperature
 
-    Histories are `[batch, length]` int32, the oldest item first, then -1, as
-    `SequenceDataset.padded` makes them. A history without items has the vector of its
-    first place alone. An id that is neither an item nor -1 makes its row NaN.
+    Histories are `[batch, length]` int32, padded at the end with -1, the oldest item first, as
+    `SequenceDataset.padded` returns them. A history without items has the hidden vector of an
+    empty first position. An id that is neither an item nor -1 makes its row NaN.
 
-    Times are `[batch, length]` float32, in any unit. Only differences within a row count,
-    so that the times of a row may begin with 0, which keeps them exact.
+    Times are `[batch, length]` float32, in any unit. Only differences inside a row matter, so the
+    times of a row may start at 0, which keeps them exact.
 
-    Columns of events are arrays by name, `[batch, length]` or `[batch, length, most]` for lists of
-    categories. A model that was made for them reads at each place the vector of the item plus
-    that of its event, `E_i + C_e`: see `EventVectors`. It scores with the vectors of items alone.
+    Event columns are arrays by name, `[batch, length]`, or `[batch, length, most]` for lists of
+    categories. A model made for them reads at each position the vector of the item plus that of
+    its event, `E_i + C_e`: see `EventVectors`. Scores use only item vectors.
 
-    Columns that `EventSchema.context` names are known of the event to come. Vectors of them are
-    added at the place before it: in `loss` for each target, and elsewhere for the request,
-    whose columns are `[batch]` or `[batch, most]` with the names `context/NAME`.
+    Columns named in `EventSchema.context` are known for the next event. Their vectors are added at
+    the position before it: in `loss` for each target, and otherwise for the request, whose columns
+    `[batch]` or `[batch, most]` are named `context/NAME`.
 
-    Columns of users, named `users/NAME`, are `[batch]` or `[batch, most]`. A model that was made for
-    them has one place more, in front of the history, with their vectors. So the first item is a
-    target, too, and a history without items has its user's hidden vector.
+    User columns, named `users/NAME`, are `[batch]` or `[batch, most]`. A model made for them has
+    an additional position with their vectors, in front of the history. So the first item is a
+    target, too, and a history without items has the hidden vector of its user.
 
     Attributes:
-      uses_times: whether times make a difference. They may still be None.
+      uses_times: whether times affect the result. They may still be None.
       config: settings of the model.
       num_items: number of items.
-      output: the vectors of the items, `output.kernel`, read and scored with.
-      events: the vectors of events' columns, `EventVectors`; None if the model reads none.
-      context: the vectors of the columns that are known of the event to come, or None.
-      users: the vectors of users' columns, or None.
-      next_event: the scores of the labels of the next event, given its item; or None. `loss`
-        then also has the mean of their losses over all events behind an item, or a user,
-        whatever the weights of targets are.
+      output: output layer with the item vectors, `output.kernel`, for input and scores.
+      events: `EventVectors` of the event columns; None if the model reads none.
+      context: vectors of the columns that are known for the next event, or None.
+      users: vectors of the user columns, or None.
+      next_event: scores of the labels of the next event, given its item, or None. If set, `loss`
+          also includes the mean loss of the labels over all events that follow an item or a user,
+          regardless of the weights of targets.
 
     Args:
       config: settings of the model.
       items: number of items.
-      content: sizes of the content of items (tags and vectors), as for
-        `sparsejax.nn.ItemContent`; `sparsejax.build` passes them. None: items have no
-        content.
-      events: sizes of the columns of events; `sparsejax.build` passes them. None: the model
-        reads no columns.
+      content: sizes of the content of items (tags and vectors), as in `sparsejax.nn.ItemContent`;
+          `sparsejax.build` passes them. None without content.
+      events: sizes of the event columns; `sparsejax.build` passes them. None if the model reads no
+          columns.
       rngs: random streams: "params", and in training "dropout" and "negatives".
 
     Raises:
@@ -114,7 +113,7 @@ class SequenceModel(nnx.Module):
     """
 
     kind = "histories"
-    # Whether `top_k` is that of the output layer for `queries`, in this class.
+    # Whether `top_k` of this class applies the output layer to the result of `queries`.
     ranks_by_layer: ClassVar[bool] = True
     uses_times: bool = False
     events: EventVectors | None = None
@@ -156,7 +155,8 @@ class SequenceModel(nnx.Module):
         self.set_negatives(config.negatives)
 
     def set_negatives(self, negatives: int | None) -> None:
-        """Makes `loss` the softmax over other items, in place; then make a new optimizer.
+        """Changes the number of sampled items of `loss`, in place; make a new optimizer
+        afterwards.
 
         >>> config = SASRecConfig(max_length=4, width=8, negatives=3)
         >>> model = SASRec(config, items=9, rngs=nnx.Rngs(0))
@@ -164,24 +164,24 @@ class SequenceModel(nnx.Module):
         >>> type(model.output.kernel).__name__
         'Param'
 
-        While there are negatives the vectors of the items are a `RowParam`: a step of
-        `sparsejax.Optimizer` reads and writes only those that the batch has or that are drawn.
+        With negatives, the item vectors are a `RowParam`: a step of `sparsejax.Optimizer` reads
+        and writes only the vectors of items that are in the batch or drawn.
 
         Args:
-          negatives: number of items drawn for the loss of each batch, as in
-            `SequenceConfig`; None takes all.
+          negatives: number of items drawn for the loss of each batch, as in `SequenceConfig`; None
+              uses all items.
         """
         sampler = "uniform" if negatives is None else self.config.sampler
         self.config = dataclasses.replace(
             self.config, negatives=negatives, sampler=sampler
         )
-        # With content, all vectors are made in each step, so that all rows are read.
+        # With content, all item vectors are computed in each step, so all rows are read.
         whole = negatives is None or self.output.content is not None
         kind, kernel = nnx.Param if whole else RowParam, self.output.kernel
         if type(kernel) is kind:
             return
-        # Where all are scored, all devices divide them. Rows of a batch are read from the
-        # devices along "model": else all vectors would be gathered over "data" in each step.
+        # If all items are scored, their vectors are divided over all devices. Otherwise they are
+        # divided over "model" only: else all would be gathered over "data" in each step.
         spec = P(item_axes(), None) if whole else BY_ROWS
         value, metadata = kernel[...], kernel.get_metadata()
         if mesh_is_set():
@@ -197,28 +197,28 @@ class SequenceModel(nnx.Module):
     def __call__(
         self, histories: Ids, times: Times = None, *, events: EventColumns | None = None
     ) -> Vectors:
-        """The hidden vector of each place.
+        """Computes the hidden vector of each position.
 
         Raises:
-          ValueError: histories are longer than `max_length`, or the columns of events are
-            not those that the model was made for.
+          ValueError: histories are longer than `max_length`, or the event columns differ from
+              those that the model was made for.
         """
         raise NotImplementedError("a sequence model defines __call__")
 
     def add_items(self, count: int, *, optimizer: Optimizer | None = None) -> None:
-        """Adds items behind the known ones, in place: see `FeedForward.add_items`.
+        """Adds items after the known ones, in place: see `FeedForward.add_items`.
 
         >>> model = SASRec(SASRecConfig(max_length=4, width=8), items=9, rngs=nnx.Rngs(0))
         >>> model.add_items(3)
         >>> model.num_items
         12
 
-        Every round of new items has new shapes, for which programs are compiled anew. Those
-        of the rounds before stay in memory until `jax.clear_caches()` is called.
+        Each call changes the shapes of arrays, for which programs are compiled again. Earlier
+        programs stay in memory until `jax.clear_caches()` is called.
 
         Args:
           count: number of new items.
-          optimizer: the model's; its state gets rows too.
+          optimizer: optimizer of the model, whose state is extended, too.
         """
         known: dict[tuple[str, ...], int] = {("output", "kernel"): self.num_items}
         self.output.add_items(count)
@@ -226,13 +226,13 @@ class SequenceModel(nnx.Module):
             optimizer.add_rows(self, known)
 
     def embed(self, histories: Ids, events: EventColumns | None = None) -> Vectors:
-        """The vector of each item, plus that of its event; zeros where there is no item.
+        """The vector of each item plus that of its event; zeros if there is no item.
 
-        If the model reads columns of users, their vectors are a place of its own in front.
+        If the model reads user columns, their vectors are an additional position in front.
 
         Raises:
-          ValueError: histories are longer than `max_length`, or the columns of events are
-            not those that the model was made for.
+          ValueError: histories are longer than `max_length`, or the event columns differ from
+              those that the model was made for.
         """
         self._check_length(histories.shape[1])
         events = self._events_of(events, histories)
@@ -244,24 +244,24 @@ class SequenceModel(nnx.Module):
         return jnp.where(broken[..., None], jnp.nan, vectors)
 
     def _front(self, x: Any, fill: Any = 0) -> Any:
-        """An array of places, `[batch, length, ...]`, with the place of users in front."""
+        """Adds the position of users in front of an array `[batch, length, ...]`."""
         if self.users is None or x is None:
             return x
         more = [(0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)]
         return jnp.pad(x, more, constant_values=fill)
 
     def _with_users(self, histories: Ids) -> Ids:
-        """The histories with the place of users in front."""
+        """Adds the position of users in front of the histories."""
         return self._front(histories, _USER)
 
     def _times_with_users(self, times: Times) -> Times:
-        """The times, with that of the first item at the place of users."""
+        """Adds the time of the first item in front of the times, for the position of users."""
         if self.users is None or times is None:
             return times
         return jnp.concatenate([times[:, :1], times], axis=1)
 
     def _vectors_of(self, ids: Int[Array, "tokens"]) -> TokenVectors:
-        """The vector of each item; zeros where the id is of no item."""
+        """The vector of each item; zeros for ids that are not items."""
         known = (ids >= 0) & (ids < self.num_items)
         return self.output.rows(jnp.where(known, ids, PADDING))
 
@@ -272,16 +272,16 @@ class SequenceModel(nnx.Module):
         ids: Int[Array, "*places"],
         rows: Int[Array, "*places"] | None = None,
     ) -> jax.Array:
-        """The vectors of items plus those of their events, where there is an item.
+        """Adds event vectors to item vectors, where there is an item.
 
-        The context of the event behind a place also stands where there is none, and the vectors
-        of users where their place is.
+        The context of the next event is added at positions without an item, too, and user vectors
+        are added at the position of users.
 
         Args:
           vectors: vectors of the items.
-          events: the columns at these places, and of users `[batch, ...]`.
+          events: event columns at these positions, and user columns `[batch, ...]`.
           ids: the items.
-          rows: row of each place in the batch; None for places `[batch, length]`.
+          rows: row of each position in the batch; None for positions `[batch, length]`.
         """
         if self.events is None or events is None:
             return vectors
@@ -298,7 +298,7 @@ class SequenceModel(nnx.Module):
             if rows is None:
                 users = jnp.where((ids == _USER)[..., None], users[:, None], 0)
             else:
-                # Out of range elsewhere, where the derivative has nothing to add.
+                # Other positions are out of range, so that they have no gradient.
                 at = jnp.where(ids == _USER, rows, len(users))
                 users = users.at[at].get(mode="fill", fill_value=0)
             vectors = vectors + users
@@ -307,17 +307,17 @@ class SequenceModel(nnx.Module):
     def _events_of(
         self, events: EventColumns | None, histories: Ids, *, request: bool = True
     ) -> EventColumns | None:
-        """The columns of events, checked, with the context of the event behind each place.
+        """Checks event columns, and adds at each position the context of the next event.
 
         Args:
           events: the columns.
           histories: the histories.
-          request: whether the context of the event to come is among the columns. Otherwise the
-            last place of the histories is a target only.
+          request: whether the columns include the context of the event after the history.
+              Otherwise the last position of the histories is only a target.
 
         Raises:
-          ValueError: the model was made for columns and there are none, the other way round,
-            or they have another shape.
+          ValueError: columns are given but the model reads none, or are missing, or have another
+              shape.
         """
         if self.events is None:
             if events is not None:
@@ -340,7 +340,7 @@ class SequenceModel(nnx.Module):
         return sizes.in_request(events, _last_place(self._with_users(histories)))
 
     def _before_last(self, events: EventColumns) -> EventColumns:
-        """The columns for a call with all places but the last, which is a target only."""
+        """The columns without the last position, which is only a target."""
         names = () if self.context is None else self.context.sizes.shapes
         to_come = {f"{CONTEXT}{name}": events[name][:, -1] for name in names}
         of_users = {n: x for n, x in events.items() if n.startswith(USERS)}
@@ -367,33 +367,32 @@ class SequenceModel(nnx.Module):
         weights: Float[Array, "batch length"] | None = None,
         events: EventColumns | None = None,
     ) -> Float[Array, ""]:
-        """Mean cross-entropy of the next item, over all places that have one.
+        """Mean cross-entropy of the next item over all positions that have one.
 
-        It is over all items, or those that are drawn: see `SequenceConfig.negatives`.
+        It is a softmax over all items, or over sampled items: see `SequenceConfig.negatives`.
 
-        Where there are more than some thousand places, the tokens of some histories are
-        worked on together, in as many turns as the batch needs when it runs: time and memory
-        are proportional to the places that have a next item, not to the padding.
-        `SASRec` and `HSTU` are computed so from the vectors of items to the loss and
-        back; other models are called with all places, and their output layer computes
-        the rest alone.
+        If there are more than some thousand positions, a loop processes the tokens of some
+        histories at a time. The number of iterations depends on the batch at run time, so that
+        time and memory are proportional to the number of positions with a next item, not to the
+        padding. `SASRec` and `HSTU` compute everything from item vectors to the loss and back in
+        this loop; other models are called with all positions, and only their output layer is
+        computed in the loop.
 
         Args:
-          histories: up to `max_length + 1` places.
-          times: time of each place, or None.
-          max_targets: the most places that have a next item, where it is known. All are then
-            one turn of so many places, which a GPU works on a little faster. More places make the
-            loss NaN. A mesh of several devices has one turn always, and needs this number: parts of
-            "data" share it evenly, and deal out the histories so that parts have nearly the
-            same number. None is any number.
-          weights: factor of the loss of each place as a target, so that the first place has no
-            use; the mean is weighted. None is 1 for each.
-          events: columns of the events, of the same places as the histories; None if the
-            model was made without.
+          histories: items with up to `max_length + 1` positions.
+          times: time of each position, or None.
+          max_targets: upper bound of the number of positions with a next item, if known. All are
+              then processed in one iteration of this size, which is a little faster on a GPU. With
+              more positions the loss is NaN. A mesh of several devices needs this number: its
+              parts along "data" share it equally, and histories are distributed so that parts have
+              nearly equal numbers. None allows any number.
+          weights: factor of the loss of each position as a target; the mean is weighted. The
+              weight of the first position is not used. None is 1 for each.
+          events: event columns at the positions of the histories; None if the model reads none.
 
         Raises:
-          ValueError: histories are longer, or have less than two places; or the columns of
-            events are not those that the model was made for.
+          ValueError: histories are too long, or have less than two positions; or the event columns
+              differ from those that the model was made for.
         """
         _check_two(histories)
         _check_weights(weights, histories)
@@ -428,13 +427,13 @@ class SequenceModel(nnx.Module):
     def _labels_at(
         self, events: EventColumns | None, tokens: Tokens
     ) -> dict[str, jax.Array]:
-        """The labels of each token's next event."""
+        """The labels of the event after each token."""
         assert self.next_event is not None and events is not None
         labels = self.next_event.labels
         return {each.name: _of_targets(events[each.name], tokens) for each in labels}
 
     def _loss_of_places(self, histories, times, h, max_targets, weights):
-        """The loss of the next items, of the hidden vectors of all places but the last."""
+        """The loss of the next items, from hidden vectors of all positions but the last."""
         size = tokens_of_turn(histories)
         if max_targets is None and size is not None:
             return self._loss_by_turns(histories, times, size, h, weights=weights)
@@ -457,7 +456,7 @@ class SequenceModel(nnx.Module):
         return self._loss_of_hidden(h, targets, self._drawn(targets), weights)
 
     def _loss_of_hidden(self, h, targets, drawn, weights):
-        """The loss of hidden vectors.
+        """The loss of some hidden vectors.
 
         Args:
           h: hidden vectors.
@@ -484,7 +483,7 @@ class SequenceModel(nnx.Module):
             drawn = sample_with_batch(self.draws(), targets, self.num_items, count)
         else:
             drawn = NegativeSampler.uniform(self.num_items).sample(self.draws(), count)
-        # To divide so few over a mesh takes longer than to draw them everywhere.
+        # Drawing these few items on every device is faster than dividing the work.
         return (replicated(drawn[0]), replicated(drawn[1])) if mesh_is_set() else drawn
 
     def _loss_by_turns(
@@ -497,15 +496,15 @@ class SequenceModel(nnx.Module):
         weights: Float[Array, "batch length"] | None = None,
         events: EventColumns | None = None,
     ) -> Float[Array, ""]:
-        """The loss, with memory and time proportional to the places that have a next item.
+        """The loss, computed in time and memory proportional to the positions with a next item.
 
         Args:
-          histories: items of each row, up to `max_length + 1` places.
-          times: time of each place, or None.
-          size: the number of tokens of a turn.
-          h: the hidden vectors; None if `_of_tokens` computes them in each turn.
-          weights: factor of the loss of each place as a target, or None.
-          events: columns of the events, where `h` is None and the model reads any.
+          histories: items of each row, with up to `max_length + 1` positions.
+          times: time of each position, or None.
+          size: number of tokens in a turn, an iteration of the loop.
+          h: hidden vectors; None if `_of_tokens` computes them in each turn.
+          weights: factor of the loss of each position as a target, or None.
+          events: event columns, if `h` is None and the model reads any.
         """
         length = histories.shape[1]
         wanted = histories[:, 1:] != PADDING
@@ -515,8 +514,8 @@ class SequenceModel(nnx.Module):
             total = jnp.sum(jnp.where(wanted, weights[:, 1:], 0))
             total = jnp.where(total == 0, 1, total)
         drawn = self._drawn(histories[:, 1:])
-        # The rows of items that a turn reads are read before the loop, so that the optimizer
-        # sees which they are.
+        # Item rows for all turns are read before the loop, so that the optimizer knows which rows
+        # were read.
         inputs = jnp.pad(wanted, ((0, 0), (0, 1))) & (h is None)
         is_read = inputs | jnp.pad(wanted, ((0, 0), (1, 0)))
         ids = jnp.where(is_read, histories, PADDING).reshape(-1)
@@ -581,12 +580,12 @@ class SequenceModel(nnx.Module):
         """Ids and scores of the items that are most likely next; see `sparsejax.top_k`.
 
         Args:
-          histories: up to `max_length` places.
+          histories: items with up to `max_length` positions.
           k: number of items.
-          exclude: items to leave out of each row.
+          exclude: items to exclude for each row.
           excluded: a mask of items that are excluded in all rows.
-          times: time of each place, or None.
-          events: columns of the events; None if the model was made without.
+          times: time of each position, or None.
+          events: event columns; None if the model reads none.
         """
         model = with_vectors(self)
         own = _columns(events)
@@ -601,13 +600,13 @@ class SequenceModel(nnx.Module):
         times: Times = None,
         events: EventColumns | None = None,
     ) -> Float[Array, "batch count"]:
-        """Scores of some items for each history, without computing the others'.
+        """Scores of the given items for each history, without computing other scores.
 
         Args:
-          histories: up to `max_length` places.
+          histories: items with up to `max_length` positions.
           ids: item numbers, in `[0, num_items)`. The score of any other number is NaN.
-          times: time of each place, or None.
-          events: columns of the events; None if the model was made without.
+          times: time of each position, or None.
+          events: event columns; None if the model reads none.
         """
         model = with_vectors(self)
         own = _columns(events)
@@ -616,13 +615,13 @@ class SequenceModel(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class _LossOfTurn:
-    """A turn's part of the mean loss, a `turns.TurnSum`.
+    """The part of the mean loss that a turn contributes, a `turns.TurnSum`.
 
     Attributes:
-      of_tokens: whether the model makes the hidden vectors, a `TokenModel`. Else they are
-        picked, and the model is the output layer.
-      dtype: dtype of the operands of products with sampled negatives; None is the
-        vectors' dtype.
+      of_tokens: whether the model, a `TokenModel`, computes hidden vectors. Otherwise these are
+          given, and the model is the output layer.
+      dtype: dtype of the operands of products with sampled negatives; None is the dtype of the
+          vectors.
     """
 
     of_tokens: bool
@@ -661,7 +660,7 @@ class _LossOfTurn:
 
 
 class TokenModel(SequenceModel):
-    """A `SequenceModel` that computes nothing for padding. Each defines `_new_block`.
+    """A `SequenceModel` that computes nothing for padding. Subclasses define `_new_block`.
 
     A call with padded histories gives the same numbers as one with tokens. The vectors of
     a history depend on no other history.
@@ -677,7 +676,7 @@ class TokenModel(SequenceModel):
         rngs: nnx.Rngs,
     ):
         super().__init__(config, items=items, content=content, events=events, rngs=rngs)
-        if self.users is not None:  # who have a place
+        if self.users is not None:  # users have a position of their own
             config = dataclasses.replace(config, max_length=config.max_length + 1)
         shape = config.max_length, config.width
         self.places = nnx.Param(normal(rngs.params(), shape, jnp.float32))
@@ -687,7 +686,7 @@ class TokenModel(SequenceModel):
         self.norm = nnx.LayerNorm(config.width, rngs=rngs)
 
     def _new_block(self, config: Any, rngs: nnx.Rngs) -> Any:
-        """A layer of attention, called with vectors and their tokens."""
+        """Makes a layer of attention, which is called with vectors and their tokens."""
         raise NotImplementedError("a model of tokens defines _new_block")
 
     def _of_tokens(
@@ -696,13 +695,13 @@ class TokenModel(SequenceModel):
         vectors: TokenVectors | None = None,
         events: EventColumns | None = None,
     ) -> TokenVectors:
-        """The hidden vector of each token, which depends on those before it.
+        """The hidden vector of each token, which depends on the tokens before it.
 
         Args:
           tokens: tokens of some histories.
-          vectors: vectors of their items; None reads them.
-          events: columns of the events of the batch, `[batch, length, ...]`, and of users,
-            `[batch, ...]`.
+          vectors: vectors of the tokens' items; None looks them up.
+          events: event columns of the batch, `[batch, length, ...]`, and user columns, `[batch,
+              ...]`.
         """
         if vectors is None:
             vectors = self._vectors_of(tokens.ids)
@@ -737,7 +736,7 @@ class TokenModel(SequenceModel):
     ) -> Float[Array, "batch width"]:
         """The hidden vector of each history's last item.
 
-        On a CPU nothing is computed for padding.
+        On a CPU, padding is not computed.
         """
         self._check_length(histories.shape[1])
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
@@ -783,7 +782,7 @@ class TokenModel(SequenceModel):
 
         last.defvjp(forward, backward)
         if times is not None:
-            # A time before an earlier one counts as that.
+            # A time that is earlier than a previous time counts as equal to it.
             times = lax.cummax(times, axis=1)
         h = last(state, vectors, rest, histories, times, events)
         broken = jnp.any(self._broken(items), axis=1)
@@ -799,26 +798,25 @@ class TokenModel(SequenceModel):
         events: EventColumns | None = None,
         wire_dtype: jax.typing.DTypeLike | None = None,
     ) -> Float[Array, ""]:
-        """`SequenceModel.loss`, on a mesh with tokens on all devices.
+        """`SequenceModel.loss`, which on a mesh divides tokens over all devices.
 
-        With sampled negatives each device asks once for each item that its tokens, targets and
-        negatives have.
+        With sampled negatives, each device requests the vector of each item of its tokens, targets
+        and negatives once.
 
         Args:
-          histories: up to `max_length + 1` places.
-          times: time of each place, or None.
-          max_targets: the most places that have a next item, where it is known.
-          weights: factor of the loss of each place as a target; None is 1 for each.
-          events: columns of the events, of the same places as the histories; None if the
-            model was made without.
-          wire_dtype: dtype in which vectors of items and their gradients cross between
-            devices, such as bfloat16; None is that of the vectors.
+          histories: items with up to `max_length + 1` positions.
+          times: time of each position, or None.
+          max_targets: upper bound of the number of positions with a next item, if known.
+          weights: factor of the loss of each position as a target; None is 1 for each.
+          events: event columns at the positions of the histories; None if the model reads none.
+          wire_dtype: dtype in which item vectors and their gradients are sent between devices,
+              such as bfloat16; None is the dtype of the vectors.
 
         Raises:
-          ValueError: histories are longer, or have less than two places; the columns of events are
-            not those that the model was made for; or no vectors cross, and `wire_dtype` is
-            given.
-          TypeError: `wire_dtype` is no floating dtype of 16 bits or more.
+          ValueError: histories are too long, or have less than two positions; the event columns
+              differ from those that the model was made for; or `wire_dtype` is given, but no
+              vectors are sent.
+          TypeError: `wire_dtype` is not a floating dtype of at least 16 bits.
         """
         _check_two(histories)
         _check_weights(weights, histories)
@@ -828,7 +826,7 @@ class TokenModel(SequenceModel):
         events = self._events_of(events, histories, request=False)
         model = with_vectors(self, deterministic=False)
         broken = jnp.any(self._broken(histories[:, :-1]))
-        # An item behind padding would be taken for one of an earlier place.
+        # An item after padding would be taken for one of an earlier position.
         is_item = histories != PADDING
         broken |= jnp.any(is_item[:, 1:] & ~is_item[:, :-1])
         histories, weights = self._with_users(histories), self._front(weights)
@@ -878,7 +876,7 @@ class TokenModel(SequenceModel):
         return jnp.where(fits & ~broken, loss, jnp.nan)
 
     def _reads_by_device(self, tokens: Tokens) -> bool:
-        """Whether each device of a mesh reads the vectors of its own tokens."""
+        """Whether each device of a mesh requests the vectors of its own tokens only."""
         kernel = self.output.kernel
         return (
             1 < len(tokens.indptr) == num_devices()
@@ -894,18 +892,19 @@ class TokenModel(SequenceModel):
         asked: Asked,
         wire_dtype: jax.typing.DTypeLike | None,
     ) -> tuple[TokenVectors, TokenVectors, Float[Array, "count width"]]:
-        """The vectors of tokens, targets and negatives, for which each device asks once.
+        """The vectors of tokens, targets and negatives, each requested once by a device.
 
         Args:
           tokens: tokens of each device, from `Tokens.packed`.
-          targets: their next items.
+          targets: next items of the tokens.
           negatives: items that all tokens share.
-          asked: the items that a device asks for.
-          wire_dtype: dtype in which vectors and gradients cross; None is the vectors'.
+          asked: number of items that a device requests.
+          wire_dtype: dtype in which vectors and gradients are sent; None is the dtype of the
+              vectors.
         """
         devices = len(tokens.indptr)
         room, count = len(targets) // devices, len(negatives)
-        # Each device asks for its part of the negatives, and all get all.
+        # Each device requests its part of the negatives; then all parts are gathered.
         each = asked.ids - 2 * room
         shared = jnp.pad(
             negatives, (0, devices * each - count), constant_values=PADDING
@@ -932,11 +931,11 @@ class TokenModel(SequenceModel):
 
 
 class Asked(NamedTuple):
-    """Items whose vectors a device of a mesh asks for, with sampled negatives.
+    """Numbers of items whose vectors each device of a mesh requests, with sampled negatives.
 
     Attributes:
-      ids: number of ids: of tokens, targets and some of the negatives.
-      distinct: the most distinct items among them.
+      ids: number of ids: tokens, targets and the device's part of the negatives.
+      distinct: upper bound of the number of distinct items among them.
     """
 
     ids: int
@@ -944,14 +943,14 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(cls, tokens: int, histories: int, drawn: int, devices: int) -> Asked:
-        """The numbers for so many tokens and histories of a device, and negatives of all."""
+        """Computes the numbers from tokens and histories of a device, and all negatives."""
         each = -(-drawn // devices)
-        # A history has one item more than it has targets.
+        # A history has one more item than targets.
         return cls(2 * tokens + each, min(tokens + histories, 2 * tokens) + each)
 
 
 def _check_wire(wire_dtype: jax.typing.DTypeLike | None) -> None:
-    """Raises ValueError if a dtype is given where nothing crosses in it."""
+    """Raises ValueError if a dtype is given although no vectors are sent."""
     if wire_dtype is not None:
         raise ValueError(
             "wire_dtype is of no use here: it is for sampled negatives, without content, on "
@@ -960,7 +959,7 @@ def _check_wire(wire_dtype: jax.typing.DTypeLike | None) -> None:
 
 
 def _columns(events: EventColumns | None) -> dict[str, EventColumns]:
-    """The argument of events for a model's call, which a model without columns may not have."""
+    """The keyword argument `events` for a model's call; empty if it is None."""
     return {} if events is None else {"events": events}
 
 
@@ -971,7 +970,7 @@ def _at_the_end(h: Vectors, histories: Ids) -> Float[Array, "batch width"]:
 
 
 def _last_place(histories: Ids) -> Int[Array, "batch"]:
-    """The place of each history's last item; the first one if there is none."""
+    """The position of each history's last item; the first position if there is none."""
     return jnp.maximum(jnp.sum(histories != PADDING, axis=1) - 1, 0)
 
 

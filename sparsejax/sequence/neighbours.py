@@ -1,4 +1,4 @@
-"""Scores of nearest content, added to the scores of a model of histories."""
+"""Adds scores of content similarity to the scores of a model of histories."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from sparsejax.sequence.events import EventColumns
 from sparsejax.sequence.model import Ids, SequenceModel, Times
 from sparsejax.sparse import unit_rows
 
-# Content of more numbers is projected to so many, at random.
+# Content with more numbers is projected at random to 512.
 MOST_NUMBERS, _PROJECTED = 1024, 512
 
 
 class WithNeighbours(SequenceModel):
-    """A trained model with content, and scores of items that are like the last ones.
+    """A trained model with content, whose scores include the similarity to recent items.
 
     ::
 
         score_i = score of the model + weight cos(c_last, c_i) - popularity log(1 + n_i)
 
-    c_i is the content of item i: its tags, by the inverse of their frequency, and its
-    vector. c_last is the sum of the content of the last items of the history. n_i is
-    the number of entries of
-    the item in training. Items with few entries gain most: see docs/item_features.md.
+    c_i is the content of item i: its tags, weighted by the inverse of their frequency, and its
+    vector. c_last is the sum of the content of the last items of the history. n_i is the number of
+    training entries of the item. Items with few entries gain most: see docs/item_features.md.
 
-    It ranks, and is not trained. It keeps copies of the model's parts that it needs.
+    It only ranks and cannot be trained. It contains copies of the model's parts that it needs.
 
     >>> tags = scipy.sparse.csr_array([[1.0, 0], [1, 1], [0, 1]])
     >>> sizes = ContentSizes.of(tags, None)
@@ -47,16 +46,15 @@ class WithNeighbours(SequenceModel):
     Content of more than 1,024 different tags and numbers is projected at random to 512.
 
     Args:
-      model: trained, with content of its items.
-      weight: factor of the cosine. Scores of a model with the temperature .1 lie in
-        [-10, 10].
-      recent: number of the last items.
-      popularity: weight of the logarithm; 0 leaves it out.
+      model: trained model with content of its items.
+      weight: factor of the cosine. Scores of a model with temperature .1 are in [-10, 10].
+      recent: number of last items whose content is summed.
+      popularity: factor of the logarithm; 0 disables it.
 
     Raises:
-      TypeError: `model` is another model, or `weight` or `popularity` no number.
+      TypeError: `model` is not a sequence model, or `weight` or `popularity` is not a number.
       ValueError: the model has no content, or a number is negative or not finite.
-      NotImplementedError: a mesh is set, or the model reads columns of events.
+      NotImplementedError: a mesh is set, or the model reads event columns.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class WithNeighbours(SequenceModel):
 
 
 def _directions(content: ItemContent) -> Float[Array, "rows numbers"]:
-    """Tags and vectors of each item as one vector of length 1; or zeros."""
+    """Tags and vector of each item as one vector of length 1, or zeros."""
     parts: list[Any] = []
     if content.tags is not None:
         tags = content.stored_tags().astype(np.float32)

@@ -23,7 +23,7 @@ class SASRec(TokenModel):
     >>> ids.shape
     (2, 10)
 
-    With E the vectors of the items and P the vectors of the places::
+    With item vectors E and position vectors P::
 
         x_t  = dropout(sqrt(width) E[item_t] + P_t)     E[item_t] + C[event_t], if it reads columns
         x    = x + dropout(attention(norm(x)))          t sees the places up to t
@@ -32,11 +32,11 @@ class SASRec(TokenModel):
 
         score_ti = h_t . E_i                            or cos(h_t, E_i) / temperature
 
-    Places count from the oldest item that is given. Times make no difference. See
-    `SequenceModel` for the rest.
+    Positions count from the oldest given item. Times are ignored. See `SequenceModel` for loss and
+    ranking.
 
     Attributes:
-      places: `[max_length, width]`.
+      places: `[max_length, width]` position vectors.
     """
 
     def _new_block(self, config: SASRecConfig, rngs: nnx.Rngs) -> Block:
@@ -44,7 +44,7 @@ class SASRec(TokenModel):
 
 
 class Block(Attention):
-    """Attention to the places before, then two layers for each place alone."""
+    """Attention to previous positions, then two layers for each position separately."""
 
     def __init__(self, config: SASRecConfig, *, rngs: nnx.Rngs):
         width, self.heads = config.width, config.heads
@@ -70,6 +70,6 @@ class Block(Attention):
             q, k, v, activation="softmax", implementation=self.implementation
         )
         x = x + self.dropout1(self.mixed(y.reshape(x.shape)), tokens)
-        # Its derivative reads the result of `up`, instead of writing more.
+        # Its derivative is recomputed from the result of `up`, so that no more is stored.
         y = self.down(jax.checkpoint(nnx.gelu)(self.up(self.norm2(x))))
         return x + self.dropout2(y, tokens)

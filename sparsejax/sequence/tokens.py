@@ -1,4 +1,4 @@
-"""The entries of histories one after the other, without padding between them."""
+"""The entries of histories, concatenated without padding."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from sparsejax.ops.history_attention import history_attention
 from sparsejax.ops.implementations import Implementation
 from sparsejax.sparse import segment_ids, sums_so_far
 
-PADDING = -1  # where a history has ended
-# All devices divide the tokens of a batch: those along "model", too.
+PADDING = -1  # value of positions after the end of a history
+# The tokens of a batch are divided over all devices, including those along "model".
 _DIVIDED = P(("data", "model"))
 
 
 class Tokens(NamedTuple):
-    """The tokens that a model reads of a batch of histories.
+    """The tokens that a model reads from a batch of histories.
 
-    On a mesh each device has its own histories, and as much room for their tokens as the
-    others; else, or if the devices do not divide the histories, there is one part. `packed`
-    deals histories to the parts, so that each has nearly the same number of tokens.
+    On a mesh each device has its own histories, and an equal capacity for their tokens; without a
+    mesh, or if the devices do not divide the histories, there is one part. `packed` distributes
+    histories so that each part has nearly equally many tokens.
 
     Attributes:
-      ids: the items; `PADDING` where there is none.
-      places: place of each token in its history.
+      ids: item of each token; `PADDING` if there is none.
+      places: position of each token in its history.
       rows: row of the batch to which each token belongs.
-      indptr: places at which histories begin and end, counted within their part.
-      times: time of each token, or None. Times do not fall within a history.
+      indptr: offsets at which histories begin and end, inside their part.
+      times: time of each token, or None. Times never decrease in a history.
     """
 
     ids: Int[Array, "tokens"]
@@ -45,9 +45,10 @@ class Tokens(NamedTuple):
 
     @classmethod
     def spread(cls, histories, times=None) -> Tokens:
-        """All places of `[batch, length]`, row by row, so that no row moves another.
+        """All positions of `[batch, length]` as tokens, row by row, so that rows do not affect
+        each other.
 
-        A place behind the end of its history is a history of its own.
+        Each padding position counts as a separate history.
         """
 
         def of_part(rows, histories, times):
@@ -69,17 +70,17 @@ class Tokens(NamedTuple):
 
     @classmethod
     def packed(cls, histories, times, room: int) -> tuple[Tokens, jax.Array, jax.Array]:
-        """The places of `[batch, length + 1]` that have a next item.
+        """Packs the positions of `[batch, length + 1]` that have a next item.
 
         Args:
-          histories: items of each row, oldest first; the last place is a target only.
-          times: time of each place, or None.
-          room: the number of tokens, which parts of a mesh have in equal shares.
+          histories: items of each row, oldest first; the last position is only a target.
+          times: time of each position, or None.
+          room: capacity for tokens, shared equally by the parts of a mesh.
 
         Returns:
-          The tokens, their next items, and whether there is room for all.
+          The tokens, their next items, and whether all fit into the capacity.
         """
-        # NumPy's arrays take no traced indices.
+        # NumPy arrays cannot be indexed by traced indices.
         histories, times = jax.tree.map(jnp.asarray, (histories, times))
         parts = _parts(len(histories))
         room = -(-room // parts)
@@ -109,9 +110,9 @@ class Tokens(NamedTuple):
         return tokens, targets, jnp.all(fits)
 
     def attend(self, q, k, v, *, place_bias=None, time_bias=None, **rule):
-        """`history_attention` within these histories, `[tokens, heads, dim]`.
+        """`history_attention` inside these histories, `[tokens, heads, dim]`.
 
-        Without times there is no bias of times.
+        Without times there is no time bias.
         """
         if self.times is None:
             time_bias = None
@@ -132,28 +133,28 @@ class Tokens(NamedTuple):
         arguments = q, k, v, self.indptr, times, place_bias, time_bias
         if not _divided(len(self.indptr)):
             return of_part(*arguments)
-        # Checked, so that gradients of q, k and v are not summed over devices.
+        # With this check, gradients of q, k and v are not summed over devices.
         return call_on_each_device(
             of_part, arguments, (*[_DIVIDED] * 5, P(), P()), _DIVIDED, checked=True
         )
 
 
 class Attention(nnx.Module):
-    """A layer with `Tokens.attend`.
+    """A layer that calls `Tokens.attend`.
 
     Attributes:
-      implementation: "mosaic_gpu", "xla" or "xla_gpu", as in `history_attention`; None
-        picks the fastest.
+      implementation: "mosaic_gpu", "xla" or "xla_gpu", as in `history_attention`; None chooses the
+          fastest.
     """
 
     implementation: Implementation = None
 
 
 class Dropout(nnx.Dropout):
-    """Drops numbers of tokens.
+    """Dropout for the vectors of tokens.
 
-    The numbers that are dropped from a token depend only on its row of the batch and
-    its place, so that they do not change with the room or the mesh.
+    The numbers dropped from a token depend only on its row in the batch and its position, so that
+    they do not change with the capacity or the mesh.
     """
 
     def __call__(self, x, tokens: Tokens):  # pyrefly: ignore[bad-override]
@@ -161,43 +162,44 @@ class Dropout(nnx.Dropout):
             return x
         assert self.rngs is not None
         key, width = self.rngs(), math.prod(x.shape[1:])
-        least = max(1, round((1 - self.rate) * 2**16))  # of 2^16 numbers are kept
+        # values below this, of 2^16, are kept
+        least = max(1, round((1 - self.rate) * 2**16))
 
         def of_token(row, place):
             one = jax.random.fold_in(jax.random.fold_in(key, row), place)
-            # Two draws of 16 bits from each random number.
+            # Each 32-bit random number gives two draws of 16 bits.
             words = jax.random.bits(one, (-(-width // 2),), jnp.uint32)
             draws = lax.bitcast_convert_type(words, jnp.uint16).reshape(-1)[:width]
             return draws.astype(jnp.int32) < least
 
-        # Kept for the derivative: to draw again takes longer than to read.
+        # Stored for the derivative: drawing again would take longer than reading.
         keep = lax.optimization_barrier(jax.vmap(of_token)(tokens.rows, tokens.places))
         return jnp.where(keep.reshape(x.shape), x * (2**16 / least), 0)
 
 
 def _parts(batch: int) -> int:
-    """Into how many parts a batch is divided."""
+    """Number of parts into which a batch is divided."""
     devices = num_devices()
     return 1 if batch % devices else devices
 
 
 def _divided(parts: int) -> bool:
-    """Whether each device works on a part of its own."""
+    """Whether each device processes its own part."""
     return mesh_is_set() and num_devices() == parts
 
 
 def _by_part(function, histories, times, *, deal: bool = False):
-    """Calls `function` with numbers of rows, histories and times of each part.
+    """Calls `function` with row numbers, histories and times of each part.
 
     Args:
-      function: function whose results the parts have one after the other.
+      function: function whose results are concatenated over the parts.
       histories: histories of the batch.
-      times: time of each place, or None.
-      deal: whether parts exchange histories, so that all have nearly the same number of
-        places with a next item. Ids and times are few bytes beside vectors.
+      times: time of each position, or None.
+      deal: whether histories are exchanged between parts, so that all have nearly equal numbers of
+          positions with a next item. Ids and times are few bytes compared with vectors.
     """
     if times is not None:
-        # A time before an earlier one counts as that.
+        # A time that is earlier than a previous time counts as equal to it.
         times = lax.cummax(times, axis=1)
     rows = jnp.arange(len(histories), dtype=jnp.int32)
     parts = _parts(len(histories))

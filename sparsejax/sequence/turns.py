@@ -1,4 +1,4 @@
-"""Sums over the entries that histories have, some at a time: padding costs nothing."""
+"""Sums over the entries of histories, computed in turns of some entries, without padding."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from sparsejax.ops.implementations import xla_is_for_gpu
 from sparsejax.sequence.tokens import PADDING, Tokens
 from sparsejax.sparse import sums_so_far
 
-# Tokens of a turn. On a CPU its vectors stay in the caches.
+# Tokens in a turn. On a CPU its vectors then fit in the caches.
 _CPU_TOKENS = 1024
-# On a GPU a turn launches some 200 short programs, as long as 6,000 tokens take; an H200, width
-# 256. So a turn shall have all tokens of a batch, if it is filled as usual: histories whose
-# lengths are lognormal, cut where 5 % of their entries are lost, fill a third of their places.
+# On a GPU a turn launches about 200 short programs, which take as long as 6,000 tokens (H200,
+# width 256). So a turn should have all tokens of a typical batch: if the lengths of histories are
+# lognormal, cut off so that 5 % of entries are lost, they fill a third of their positions.
 _GPU_LEAST, _GPU_MOST, _FILLED = 2**14, 2**15, 3 / 8
 
 
 class Picked(NamedTuple):
-    """Rows of an array with one row for each place of a batch of histories.
+    """A choice of rows from an array with one row for each position of a batch of histories.
 
     Attributes:
-      array: the number of the array.
-      length: the number of places that the array has for each history.
-      shift: which place is picked for a token, less the token's own place.
+      array: index of the array.
+      length: number of positions that the array has for each history.
+      shift: chosen position minus the token's own position.
     """
 
     array: int
@@ -42,12 +42,12 @@ class Picked(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The tokens of some histories, which are worked on together.
+    """The tokens of some histories, which are processed together.
 
     Attributes:
-      tokens: tokens of these histories, then padding.
+      tokens: tokens of these histories, followed by padding.
       targets: the next item of each token.
-      picked: for each `Picked` the rows of its array, `[tokens, width]`.
+      picked: for each `Picked`, the chosen rows `[tokens, width]` of its array.
     """
 
     tokens: Tokens
@@ -55,17 +55,18 @@ class Turn(NamedTuple):
     picked: Sequence[jax.Array]
 
 
-# The sum over a turn's tokens, made with a copy of the model: (model, turn, shared, fixed).
-# Hashable, and equal to another with equal results: a compiled loop is found by it.
+# Function (model, turn, shared, fixed) that returns the sum over a turn's tokens, computed with a
+# copy of the model. It is a key of compiled loops: hashable, and equal to functions with equal
+# results.
 TurnSum = Callable[[Any, Turn, Any, Any], Float[Array, ""]]
 
 
 def tokens_of_turn(histories: Int[Array, "batch length"]) -> int | None:
-    """The number of tokens that a turn has; None if all places are one turn.
+    """The number of tokens in a turn; None if all positions are one turn.
 
-    On a mesh of several devices parts of a batch have different numbers of tokens, and would
-    take different numbers of turns, while layers exchange numbers in each. So there all
-    places are one turn.
+    On a mesh of several devices, parts of a batch have different numbers of tokens, and would need
+    different numbers of turns, while layers communicate in each turn. So all positions are one
+    turn there.
     """
     batch, length = histories.shape
     places, size = batch * (length - 1), _CPU_TOKENS
@@ -87,36 +88,37 @@ def sum_of_turns(
     *,
     size: int,
 ) -> Float[Array, ""]:
-    """The sum of a function over turns, whose number is counted when the program runs.
+    """The sum of a function over turns. The number of turns is computed at run time.
 
-    A turn has whole histories, as many as fit into `size` tokens; a token is a place that has
-    a next item. There is one turn at least. The loop makes the derivatives together with
-    the sum, as a loop of unknown length cannot be run backward. It keeps nothing of a turn but
-    its part of the gradients, so that memory for layers does not grow with the batch.
+    A turn has whole histories, as many as fit into `size` tokens; a token is a position with a
+    next item. There is at least one turn. The loop computes the derivatives together with the sum,
+    as a loop of unknown length cannot be run backward. It stores only a turn's contribution to the
+    gradients, so that memory for layers does not grow with the batch.
 
-    It is differentiable in reverse mode, once, in the parameters of the model, `arrays` and
-    `shared`. Each turn begins with the same random state; the model's is that after one.
+    It can be differentiated once, in reverse mode, with respect to the parameters of the model,
+    `arrays` and `shared`. Each turn starts with the same random state; afterwards the model has
+    the random state after one turn.
 
     Args:
-      function: the sum over a turn's tokens, a `TurnSum`.
-      model: a copy of it is passed to the function.
-      histories: their last place is a target only.
-      times: time of each place, or None.
-      arrays: `[rows, width]`, rows of which turns pick.
-      picks: the rows that `Turn.picked` has.
-      shared: a tree of arrays that each turn gets whole.
-      fixed: a tree of arrays that are not differentiated.
-      size: the number of tokens of a turn, at least the length of a history.
+      function: function that computes the sum over a turn's tokens, a `TurnSum`.
+      model: model, of which a copy is passed to the function.
+      histories: items of each row; the last position is only a target.
+      times: time of each position, or None.
+      arrays: arrays `[rows, width]` from which turns choose rows.
+      picks: choices of rows, for `Turn.picked`.
+      shared: tree of arrays that is passed to each turn.
+      fixed: tree of arrays that are not differentiated.
+      size: number of tokens in a turn, at least the length of a history.
     """
     graph, random, rest = nnx.split(model, nnx.RngState, ...)
     leaves, structure = jax.tree.flatten((rest, shared))
     smooth = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
     if times is not None:
-        # A time before an earlier one counts as that.
+        # A time that is earlier than a previous time counts as equal to it.
         times = lax.cummax(times, axis=1)
     wanted = histories[:, 1:] != PADDING
     indptr = jnp.append(jnp.int32(0), sums_so_far(jnp.sum(wanted, axis=1)))
-    # There is room for a turn after the last: a slice that did not fit would begin earlier.
+    # Padded by a turn: a slice that exceeds the array would start earlier.
     (places,) = jnp.nonzero(wanted.reshape(-1), size=wanted.size + size, fill_value=0)
     batch = _Batch(histories, times, indptr, places.astype(jnp.int32))
     others = [x for x, each in zip(leaves, smooth, strict=True) if not each]
@@ -155,8 +157,8 @@ def sum_of_turns(
     total, random = summed(inputs, list(arrays), constants)
     layers = (each for _, each in nnx.iter_graph(model))
     if any(isinstance(x, nnx.Dropout) and not x.deterministic for x in layers):
-        # Flax does not let a program write to a model that it was not given, as
-        # `lambda histories: model.loss(histories)` is not.
+        # Flax does not allow a program to write to a model that was not passed to it, as in
+        # `lambda histories: model.loss(histories)`.
         nnx.update(model, random)
     return total
 
@@ -168,23 +170,23 @@ def last_of_turns(
     vectors: Float[Array, "places width"],
     size: int,
 ) -> Float[Array, "batch width"]:
-    """The hidden vector of each history's last item; padding is not computed.
+    """The hidden vector of each history's last item, without computing padding.
 
-    A loop of unknown length, as in `sum_of_turns`: it has no derivative.
+    It uses a loop of unknown length, as `sum_of_turns` does, so it has no derivative.
 
     Args:
-      of_tokens: the layers, from tokens and the vectors of their items to hidden vectors.
-      histories: items of each row, oldest first; the last place is an item like others.
-      times: time of each place, or None. Times do not fall within a history.
-      vectors: vector of the item at each place.
-      size: the number of tokens of a turn, at least the length of a history.
+      of_tokens: function from tokens and their item vectors to hidden vectors.
+      histories: items of each row, oldest first; the last position counts like the others.
+      times: time of each position, or None. Times never decrease in a history.
+      vectors: vector of the item at each position.
+      size: number of tokens in a turn, at least the length of a history.
     """
     batch, length = histories.shape
     ends = jnp.maximum(jnp.sum(histories != PADDING, axis=1), 1)
     indptr = jnp.append(jnp.int32(0), sums_so_far(ends))
     used = jnp.arange(length)[None] < ends[:, None]
     (places,) = jnp.nonzero(used.reshape(-1), size=used.size + size, fill_value=0)
-    # Windows are for histories with a target behind each token.
+    # Windows assume a target after each token.
     histories = jnp.pad(histories, ((0, 0), (0, 1)), constant_values=PADDING)
     of_batch = _Batch(histories, times, indptr, places.astype(jnp.int32))
     pick = Picked(0, length)
@@ -207,10 +209,10 @@ class _Batch(NamedTuple):
     """The histories that the turns share.
 
     Attributes:
-      histories: items of each row, oldest first; the last place is a target only.
-      times: ascending within a history.
-      indptr: places at which the tokens of each history begin and end.
-      places: the place of each token, numbered through the batch.
+      histories: items of each row, oldest first; the last position is only a target.
+      times: time of each position, ascending in a history, or None.
+      indptr: offsets at which the tokens of each history begin and end.
+      places: position of each token, numbered through the batch.
     """
 
     histories: Int[Array, "batch length"]
@@ -221,17 +223,17 @@ class _Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """The program of one turn; see `sum_of_turns`.
+    """The computation of one turn; see `sum_of_turns`.
 
     Attributes:
-      function: the sum over a turn's tokens, a `TurnSum`.
+      function: function that computes the sum over a turn's tokens, a `TurnSum`.
       graph: graph of the model.
-      structure: structure of the model's state and of `shared`, whose leaves are inputs
-        or other arrays.
-      of_constants: structure of random state, other arrays, `fixed` and the `_Batch`.
-      smooth: which leaves are inputs, which can be differentiated.
-      picks: the rows that `Turn.picked` has.
-      size: number of tokens of a turn.
+      structure: tree structure of the model's state and of `shared`, whose leaves are inputs or
+          other arrays.
+      of_constants: tree structure of random state, other arrays, `fixed` and the `_Batch`.
+      smooth: bool for each leaf: whether it is an input, which can be differentiated.
+      picks: choices of rows, for `Turn.picked`.
+      size: number of tokens in a turn.
     """
 
     function: TurnSum
@@ -243,7 +245,7 @@ class _Work:
     size: int
 
     def __call__(self, inputs, picked, constants, window: _Window):
-        """The sum over a turn, and the random state after it."""
+        """Computes the sum over a turn; returns it with the random state after it."""
         random, others, fixed, batch = jax.tree.unflatten(self.of_constants, constants)
         inputs, others = iter(inputs), iter(others)
         leaves = [next(inputs if each else others) for each in self.smooth]
@@ -253,12 +255,12 @@ class _Work:
         return value, nnx.split(model, nnx.RngState, ...)[1]
 
 
-# A program of its own, so that it is found again where nothing else is compiled.
+# A separate program, so that its cached compilation can be reused.
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def _loop(work: _Work, inputs, arrays, constants, wanted, wanted_arrays):
-    """The sum, the random state, and gradients of the wanted inputs and arrays.
+    """The sum, the random state, and gradients of the requested inputs and arrays.
 
-    Gradients are dictionaries: the number of an input, or of an array, to its gradient.
+    Gradients are dicts from the index of an input, or of an array, to its gradient.
     """
     random, *_, batch = jax.tree.unflatten(work.of_constants, constants)
     picks, tokens = work.picks, batch.indptr
@@ -294,7 +296,7 @@ def _loop(work: _Work, inputs, arrays, constants, wanted, wanted_arrays):
         of_inputs = {i: x + more[i] for i, x in of_inputs.items()}
         of_arrays = dict(of_arrays)
         for i, slopes in more_read.items():
-            # A token has rows of its own, also in later turns.
+            # Each token has its own rows, also in later turns.
             places = of_arrays[picks[i].array].at[at[i]]
             of_arrays[picks[i].array] = places.add(
                 slopes, mode="drop", unique_indices=True, indices_are_sorted=True
@@ -311,15 +313,15 @@ def _loop(work: _Work, inputs, arrays, constants, wanted, wanted_arrays):
 
 
 class _Window(NamedTuple):
-    """Where the tokens of a turn are.
+    """The positions of a turn's tokens in the batch.
 
     Attributes:
-      end: the first history of the next turn.
-      row: the history of each token.
-      place: its place there; 0 for padding.
-      used: whether it is a token.
-      indptr: places at which histories begin and end in the turn; histories of other turns are
-        empty.
+      end: number of the first history of the next turn.
+      row: number of the history of each token.
+      place: position of the token in its history; 0 for padding.
+      used: mask, False for padding.
+      indptr: offsets at which histories begin and end in the turn; histories of other turns are
+          empty.
     """
 
     end: Int[Array, ""]
@@ -341,7 +343,7 @@ class _Window(NamedTuple):
         return cls(end, row, place, used, jnp.clip(indptr - start, 0, count))
 
     def rows(self, pick: Picked, count: int) -> Int[Array, "tokens"]:
-        """The row of an array for each token, ascending; padding has rows behind the last."""
+        """The row of an array for each token, ascending; padding has rows beyond the last."""
         at = self.row * pick.length + self.place + pick.shift
         return jnp.where(self.used, at, count + jnp.arange(len(at), dtype=jnp.int32))
 
