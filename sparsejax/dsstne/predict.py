@@ -42,8 +42,8 @@ class Predict:
       inputs: the index file of the input's features.
       outputs: the index file of the output's features.
       text: text file of samples, or a folder of them.
-      filters: features that are not recommended to samples, in the same form; it may be
-        an empty file.
+      filters: path of features that are not recommended to samples, in the form of `text`; it
+        may be an empty file.
       out: the file to write.
       batch_size: number of samples that are processed together.
       k: number of recommendations for each sample.

@@ -172,9 +172,9 @@ def bytes_sent(
       room: number of places for ids of each pair of devices, relative to an even share;
         None is the default of `places`.
       weighted: whether ids have weights (as for a mean).
-      share: average fraction of a device's ids that are owned by the owner of most.
+      share: average fraction of a device's ids that belong to the owner with the most of them.
       owner_rows: most rows of a device that may have ids of one owner.
-      distinct: average number of a device's distinct ids that are owned by the owner of most.
+      distinct: average number of a device's distinct ids at the owner with the most of them.
       replicated_rows: number of rows of the kernel if each device has all rows.
     """
     devices, size = data * model, jnp.dtype(wire_dtype).itemsize
@@ -581,12 +581,12 @@ def divided(
       by_rows: whether the kernel's rows are divided over "model". If not, it is replicated.
       room: number of places for ids, relative to an even share; see `places`.
       wire_dtype: dtype in which sums and gradients are sent; None is the kernel's.
-      share: average fraction of a device's ids that are owned by the owner of most; by default
-        an even share.
+      share: average fraction of a device's ids that belong to the owner with the most of them;
+        by default an even share.
       owner_rows: most rows of a device that may have ids of one owner; by default
         all. If there are more, all devices gather, as with too few places.
-      distinct: average number of a device's distinct ids that are owned by the owner of most; by
-        default the number of ids.
+      distinct: average number of a device's distinct ids at the owner with the most of them;
+        by default the number of ids.
     """
     wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
     if not by_rows:

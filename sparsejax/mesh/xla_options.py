@@ -18,8 +18,8 @@ from sparsejax.mesh.layout import is_for_one_device
 # updates to be dropped need an index outside the first axis, or a flat array.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
-# With this option matrix products are computed by cuBLAS. Otherwise XLA compiles dozens of Triton programs
-# for each product, to time them: 7 of the 10 s in which a training program compiled.
+# With this option matrix products are computed by cuBLAS. Otherwise XLA compiles dozens of Triton
+# programs for each product, to time them: 7 of the 10 s in which a training program compiled.
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 # With this option fusions are compiled in one way. Otherwise XLA compiles many of them in two
@@ -49,8 +49,8 @@ OVERLAPPED = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
 
-# With this option the devices of a process copy rows to each other. Otherwise NCCL's programs do, which
-# occupy multiprocessors that the layers need.
+# With this option the devices of a process copy rows to each other. Otherwise NCCL's programs do,
+# which occupy multiprocessors that the layers need.
 COPIED = {"xla_gpu_use_memcpy_local_p2p": True}
 
 # As a part of JAX's context it is a key of the caches of traced and compiled programs.

@@ -40,8 +40,9 @@ _KEPT_SCORES = 2**25
 # ten bytes with XLA, and two with the Mosaic programs.
 GPU_CHUNK_SCORES = 2**25
 MOSAIC_CHUNK_SCORES = 2**27
-# But with fewer items than this in a chunk, the program that makes the kernel's gradient
-# has too few tiles for all SMs. More scores than the second number are not worth it.
+# With fewer items in a chunk than the first number, the program that computes the kernel's
+# gradient has too few tiles for all SMs. A chunk has at most the second number of scores: more
+# would take memory without saving time.
 _MOSAIC_CHUNK_ITEMS, _MOST_MOSAIC_SCORES = 2**14, 2**28
 # With more scores than this, float32 operands are rounded for the Mosaic programs. With
 # fewer, XLA's TF32 products win: a step takes .4 ms longer (1,024 x 27,278, hidden 1,024),

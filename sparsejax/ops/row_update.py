@@ -758,7 +758,7 @@ def _in_blocks[Carry](
 ) -> Carry:
     """Folds `carry = work(carry, block of ids, its positions)` over `ids[:count]`.
 
-    Only as many blocks are computed as there are ids, whatever the capacity.
+    The number of blocks depends on `count`, not on the capacity of `ids`.
     """
     size = max(1, min(size, ids.shape[0]))
     ids = jnp.pad(ids, (0, -ids.shape[0] % size), constant_values=padding)

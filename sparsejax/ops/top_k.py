@@ -259,8 +259,8 @@ def _best(how: _How, shard: Shard, h, kernel, bias, scale, exclude):
     size = item_chunks.chunk_size(batch, here, max(usual, least))
     again = False
     if with_mosaic:
-        # The maxima of groups replace the scores, and a mask of excluded items takes half as many
-        # words.
+        # A chunk may be larger, as only the maxima of groups are stored, and a mask of excluded
+        # items, which takes half as much memory as the maxima.
         larger = max(tuning.chunk_scores * kernels.GROUP // 2, least)
         larger = item_chunks.chunk_size(batch, here, larger)
         again = larger > tuning.written * k * h.shape[1]

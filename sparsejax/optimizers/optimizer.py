@@ -721,7 +721,7 @@ class Optimizer(nnx.Pytree):
                 f"'{_dotted(path)}' has rows in host memory, which a compiled function cannot "
                 "write: call flush outside of it"
             )
-        host.check_state(self._rows_of(path))  # not that of a copy
+        host.check_state(self._rows_of(path))  # a copy's is outdated
         rule = self.rule_of(kernel)
         settled = self._host_settler(rule, deterministic=deterministic)
         # Weight decay also changes rows that no batch has touched yet.

@@ -230,7 +230,7 @@ class Lists(_Ranked):
         Raises:
           ValueError: it cannot, or it cannot use these histories or columns.
         """
-        # Without rows, as nothing need be known of a user or of an event to come.
+        # No row is passed, since a row may need columns of its user or of the next event.
         times = [] if predictor.model.reads_times else None
         predictor.model.first.rows_of_names([], times=times)
         super().__init__(predictor)
