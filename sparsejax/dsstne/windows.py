@@ -29,7 +29,7 @@ def convolved(
       layer: definition of the layer, with the window.
       before: definition of the source.
       x: values of the source, `[batch, its units]`.
-      kernel: the weights, with the shape `weight_shape`.
+      kernel: the weights, whose shape is that of `weight_shape`.
       bias: one number for each channel.
     """
     dimensions = len(layer.kernel)

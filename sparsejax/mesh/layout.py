@@ -72,7 +72,8 @@ def make_mesh(
       devices: `data * model` devices; by default the first ones that JAX lists.
 
     Raises:
-      ValueError: a size divides 64 or 256 not evenly, or there are too few devices.
+      ValueError: `data` does not divide 64, `model` does not divide 256, or there are too few
+        devices.
     """
     check_axis_sizes(data, model)
     devices = jax.devices() if devices is None else devices

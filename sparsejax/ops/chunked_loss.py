@@ -454,7 +454,7 @@ class XlaChunks(Chunks):
     Attributes:
       for_gpu: whether XLA's operations have the form that is fast on GPUs.
       precision: precision of the products of float32 operands.
-      kept: all scores, if `normalise` keeps them. It returns this array after the sums.
+      kept: all scores, if `normalise` keeps them: it returns this array after its sums.
     """
 
     for_gpu: bool = dataclasses.field(kw_only=True)

@@ -726,7 +726,8 @@ def _einsum(precision: Precision, dtype, sums):
 def _diagonal_sums(x: Float[Array, "n n"]) -> Float[Array, "2*n"]:
     """The sums of the elements on each diagonal, column - row = n - 1, ..., 1 - n; then 0."""
     n = len(x)
-    # With rows one element shorter, each row begins one column further right.
+    # The array is read in rows that are one element shorter. So each row moves one column to
+    # the right, and diagonals become columns.
     x = jnp.pad(x[:, ::-1], ((0, 0), (0, n))).reshape(-1)
     sums = jnp.sum(x[: n * (2 * n - 1)].reshape(n, 2 * n - 1), axis=0)
     return jnp.append(sums, 0)

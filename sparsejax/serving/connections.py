@@ -307,7 +307,7 @@ class _Together:
             self._transport.write(data)
 
     def flush(self) -> None:
-        """Sends a waiting head."""
+        """Sends the head of an answer that waits for its body."""
         head, self._head = self._head, b""
         if head and not self._transport.is_closing():
             self._transport.write(head)
