@@ -102,7 +102,7 @@ class NegativeSampler:
     def sample(
         self, key: jax.Array, count: int
     ) -> tuple[Int[Array, "count"], Float[Array, "count"]]:
-        """Draws `count` independent items; returns them with the logarithms of their probabilities."""
+        """Draws `count` items independently; returns them, and their probabilities' logarithms."""
         of_place, of_item = jax.random.split(key)
         ids = jax.random.randint(of_place, (count,), 0, self.num_items, jnp.int32)
         if self.kept is None or self.alias is None or self.log_q is None:

@@ -70,7 +70,8 @@ class Batch:
       entries: number of entries of the sparse input that has most.
       waited: seconds in the queue, for each part of a request.
       packing: seconds of packing on the host.
-      device: seconds on the device, with copies. On a GPU it includes waiting for the previous batch.
+      device: seconds on the device, with copies. On a GPU it includes waiting for the previous
+        batch.
     """
 
     shape: Shape
