@@ -81,8 +81,8 @@ class _Told(NamedTuple):
 
     Attributes:
       hashes: hashes of the row's columns on the devices, as the folder has them.
-      used: whether the folder has the row.
-      keys: the key that the folder has for the row, for dynamic tables; else None.
+      used: bool: whether the folder has the row.
+      keys: key that the folder has for the row of a dynamic table; else None.
     """
 
     hashes: UInt32[Array, "rows 2"]
@@ -91,12 +91,12 @@ class _Told(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """Differences between the rows of a stack and a folder.
+    """Differences between the rows of a stack and the content of a folder.
 
     Attributes:
-      changed: whether the row has to be written, as it differs or is missing in the folder.
-      gone: whether the folder has a key for the row that the row has lost.
-      keys: the keys that the folder has for the rows of dynamic tables; else None.
+      changed: bool: the row must be written, as it differs or is missing in the folder.
+      gone: bool: the folder has a key for the row that the row has lost.
+      keys: keys that the folder has for the rows of a dynamic table; else None.
     """
 
     changed: np.ndarray
@@ -106,14 +106,15 @@ class _Difference(NamedTuple):
 
 @dataclasses.dataclass
 class _Memory:
-    """A folder of changes, as far as it is known.
+    """The known content of a folder of changes.
 
     Attributes:
       last: the last changes in it.
-      told: for each stack.
-      on_host: for each stack; None if its rows are on the devices.
-      lost: for each table, ids that the folder has and the tables have not.
-      written: rows and removed ids since the last base.
+      told: content of the folder for each stack.
+      on_host: content for the columns of each stack in host memory; None if its rows are on the
+          devices.
+      lost: for each table, ids that are in the folder but no longer in the table.
+      written: number of rows and removed ids since the last base.
     """
 
     last: Link
@@ -124,15 +125,15 @@ class _Memory:
 
 
 class Export:
-    """Changes that are being written, by a thread.
+    """Changes that a thread is writing.
 
     >>> tables = {"user": DynamicTableConfig(1000, 2)}
     >>> embeddings = EmbeddingCollection(tables, {"user": "user"}, rngs=nnx.Rngs(0))
     >>> embeddings.export_changes("of a table", None).result().rows
     0
 
-    An error of it is raised by `result`, or by the next export of this model if nobody asked.
-    Then the folder has the changes before; the next export has these, too.
+    Its error is raised by `result`, or else by the next export of this model. The folder then has
+    the earlier changes, and the next export writes the missing ones, too.
     """
 
     def __init__(self, write: Callable[[], Changes]):
@@ -148,35 +149,36 @@ class Export:
             self._future.set_exception(error)
 
     def done(self) -> bool:
-        """Whether it has ended, written or not."""
+        """Whether the export has ended, successfully or not."""
         return self._future.done()
 
     def result(self) -> Changes:
-        """Waits for the end, and says what was written.
+        """Waits for the export to end; returns the changes that were written.
 
         Raises:
-          FloatingPointError: a row or a layer has numbers that are not finite; nothing was written.
+          FloatingPointError: a row or a layer has a number that is not finite; nothing was
+              written.
           OSError: a file could not be written.
         """
         self._asked = True
         return self._future.result()
 
     def join(self) -> None:
-        """Waits for the end, and raises nothing."""
+        """Waits for the export to end, without raising its error."""
         self._thread.join()
 
     def settle(self) -> None:
-        """Waits for the end; raises an error that nobody has seen."""
+        """Waits for the export to end, and raises its error unless `result` has raised it."""
         self.join()
         if not self._asked:
             self.result()
 
 
 class Piece(NamedTuple):
-    """A table, or some of its columns.
+    """A table, or a piece with some of its columns.
 
     Attributes:
-      part: the number of its stack.
+      part: number of its stack.
       table: the table in its stack.
     """
 
@@ -185,19 +187,19 @@ class Piece(NamedTuple):
 
 
 class _Later(NamedTuple):
-    """Rows of a table that are read when they are written.
+    """Rows of a table that are read only when they are written.
 
     Attributes:
-      nbytes: about how many.
-      read: for each column the arrays that are side by side in it.
+      nbytes: approximate number of bytes.
+      read: function that returns for each column the arrays that are concatenated in it.
     """
 
     nbytes: int
     read: Callable[[], list[list[Any]]]
 
 
-# Rows of a table: ids, and for each column the arrays that are side by side in it. They have
-# rows behind those of the ids.
+# Rows of a table: ids, and for each column the arrays that are concatenated in it. The arrays may
+# have padding rows.
 _Block = tuple[np.ndarray, list[list[Any]] | _Later]
 
 _memories: weakref.WeakKeyDictionary[Any, dict[pathlib.Path, _Memory]] = (
@@ -215,14 +217,15 @@ def export(
     *,
     state: bool,
 ) -> Export:
-    """Writes the difference from a folder into it; see `sparsejax.export_changes`.
+    """Writes the difference between a model and a folder into the folder; see
+    `sparsejax.export_changes`.
 
     Args:
-      owner: the module whose tables these are. It keeps the hashes of what folders contain.
+      owner: module that contains the tables. It stores the hashes of the content of folders.
       folder: folder that collects the exports.
-      parts: the stacks.
-      values: further arrays by name.
-      optimizer: the optimizer that trains the rows.
+      parts: stacks to export.
+      values: other arrays by name.
+      optimizer: optimizer that trains the rows.
       state: whether the state of dynamic tables is exported.
     """
     if jax.process_count() > 1:
@@ -236,13 +239,13 @@ def export(
         _running.pop(owner).settle()
     check_path(folder)
     folder = folder.resolve()
-    folder.mkdir(exist_ok=True)  # an error of it comes now, not from the thread
+    folder.mkdir(exist_ok=True)  # an error is raised now, not in the thread
     now = [part.store.exported(optimizer, state=state) for part in parts]
     tables = tables_of(parts, now)
     memories = _memories.setdefault(owner, {})
     memory, last = _recalled(folder, memories.pop(folder, None), parts, now, tables)
     told, on_host, differences = _differing(parts, now, memory)
-    # Rows that differ are copied on the device. Then the training may go on.
+    # Changed rows are copied on the device. Then training can continue.
     held, removed, blocks = _Held(), [], []
     for number, (table, pieces) in enumerate(tables.items()):
         if table.num_rows:
@@ -281,7 +284,7 @@ def export(
         lost = [_NONE] * len(tables)
         memories[folder] = _Memory(link, told, on_host, lost, count)
         if is_base and last is not None:
-            # Who is behind takes the new base, or still reads those of the last one.
+            # A slow reader loads the new base, or still reads the files after the last one.
             change_folders.remove_before_base(folder, last)
         return changes
 
@@ -295,19 +298,19 @@ _NONE = np.zeros(0, np.uint64)
 
 
 class _Held:
-    """Copies of rows on the device, up to a number of bytes; further ones are on the host.
+    """Copies of rows on the device, up to a number of bytes; further copies are on the host.
 
-    Rows in host memory are copied up to this number; further ones stay where they are.
+    Rows in host memory are copied up to this number of bytes; further ones are read later.
 
     Attributes:
-      waits: whether rows must not change before they are written.
+      waits: whether rows must not change until they are written.
     """
 
     def __init__(self):
         self._bytes, self.waits = 0, False
 
     def kept(self, arrays: list[list[Any]] | _Later) -> list[list[Any]] | _Later:
-        """The arrays, or copies on the host; or what is read later."""
+        """Returns the arrays, or copies on the host; or a `_Later`, unchanged."""
         if isinstance(arrays, _Later):
             self._bytes += arrays.nbytes
             self.waits |= self._bytes > _HELD
@@ -323,7 +326,7 @@ def _spec(stack: Stack) -> P:
 
 
 def tables_of(parts: Sequence[Part], now: Sequence[Rows]) -> dict[Table, list[Piece]]:
-    """All tables, in their order, with where they are."""
+    """All tables in order, each with the pieces that it consists of."""
     pieces: dict[str, list[Piece]] = {}
     for number, part in enumerate(parts):
         for table in part.stack.tables:
@@ -352,7 +355,7 @@ def _column(name: str, array: jax.Array | np.ndarray, table: StackedTable) -> Co
 def _differing(
     parts: Sequence[Part], now: Sequence[Rows], memory: _Memory | None
 ) -> tuple[list[_Told], list[_OnHost | None], list[_Difference]]:
-    """The rows of each stack as the folder shall have them, and which of them differ."""
+    """The new content of the folder for the rows of each stack, and the differences to the old."""
     told, on_host, differences = [], [], []
     for number, (part, rows) in enumerate(zip(parts, now, strict=True)):
         before = _nothing(part.stack, rows) if memory is None else memory.told[number]
@@ -375,7 +378,7 @@ def _differing(
 
 
 def _compared(spec: P, rows: Rows, told: _Told):
-    """The rows that the folder shall have, those that differ, and those that are gone."""
+    """The new content of the folder, which rows differ, and which keys are gone."""
 
     def compared(rows, told):
         hashes = _hashed(_flat(rows), jnp)
@@ -393,7 +396,7 @@ def _compared(spec: P, rows: Rows, told: _Told):
 
 
 def _compared_on_host(rows: Rows, told: _OnHost) -> np.ndarray:
-    """The rows that differ in what is in host memory; what is told becomes what they are."""
+    """A mask of rows whose columns in host memory differ; updates `told` to the new content."""
     assert rows.hosted is not None
     used = np.ones(len(told.hashes), bool)
     if rows.used is not None:
@@ -410,7 +413,7 @@ def _compared_on_host(rows: Rows, told: _OnHost) -> np.ndarray:
 
 
 def _nothing_on_host(stack: Stack, hosted: Hosted) -> _OnHost:
-    """A folder has no row of a stack in host memory."""
+    """The content of an empty folder for a stack with columns in host memory."""
     return _OnHost(np.zeros((stack.num_rows, 2), np.uint32), hosted.watch())
 
 
@@ -422,7 +425,7 @@ def _flat(rows: Rows) -> list[jax.Array]:
 
 
 def _hashed(columns: Sequence[Any], xp: Any) -> Any:
-    """`[rows, 2]` uint32: a hash of each row of some arrays, of NumPy or JAX."""
+    """A hash of each row of some arrays, `[rows, 2]` uint32; `xp` is NumPy or jax.numpy."""
     totals = [np.uint32(0), np.uint32(0)]
     first = 0
     for column in columns:
@@ -437,14 +440,14 @@ def _hashed(columns: Sequence[Any], xp: Any) -> Any:
 
 
 def _mixed(word: Any) -> Any:
-    """MurmurHash3's last step: each word becomes another one, all bits of it."""
+    """The finalizer of MurmurHash3, a bijection that mixes all bits of a word."""
     word = (word ^ word >> np.uint32(16)) * np.uint32(0x85EBCA6B)
     word = (word ^ word >> np.uint32(13)) * np.uint32(0xC2B2AE35)
     return word ^ word >> np.uint32(16)
 
 
 def _words(column: Any, xp: Any) -> Any:
-    """`[rows, words]` uint32 of the numbers that a file has of a column."""
+    """The values of a column as they are stored in a file, `[rows, words]` uint32."""
     column = row_files.in_file(column)
     if column.ndim == 1:
         column = column[:, None]
@@ -486,12 +489,12 @@ def _read_later(
 
 
 def _lost(stack: Stack, piece: Piece, difference: _Difference) -> np.ndarray:
-    """Ids whose rows were taken from them, or moved."""
+    """Ids that have lost their rows, or were moved to other rows."""
     return _ids(difference.keys, _rows_in(stack, piece.table, difference.gone))
 
 
 def _rows_in(stack: Stack, table: StackedTable, mask: np.ndarray) -> np.ndarray:
-    """The rows of a dynamic table for which a mask is true."""
+    """The rows of a dynamic table for which a mask is True, numbered in the stack."""
     return index_edits.rows_in(layout_of(stack), stack.tables.index(table), mask)
 
 
@@ -573,7 +576,7 @@ def _recalled(
     now: Sequence[Rows],
     tables: Mapping[Table, Sequence[Piece]],
 ) -> tuple[_Memory | None, Link | None]:
-    """The tables as a folder has them, and its last changes; None if a base is due."""
+    """The content of a folder, and its last changes; None if a new base must be written."""
     numbers = change_folders.numbers(folder)
     if not numbers:
         return None, None
@@ -589,7 +592,7 @@ def _recalled(
 def _fits(
     memory: _Memory, last: Link, parts: Sequence[Part], now: Sequence[Rows]
 ) -> bool:
-    """Whether nobody else has written into the folder, and the rows lie as they did."""
+    """Whether no other process wrote into the folder, and rows have their earlier numbers."""
     triples = zip(memory.told, parts, now, strict=False)
     return memory.last.checksum == last.checksum and all(
         len(told.hashes) == _rows_on_devices(part.stack, rows)
@@ -604,7 +607,7 @@ def _read(
     now: Sequence[Rows],
     tables: Mapping[Table, Sequence[Piece]],
 ) -> _Memory:
-    """Reads a folder: as after a restart."""
+    """Reads the content of a folder, for example after a restart."""
     links = change_folders.chain(folder)
     pairs = [(part.stack, rows) for part, rows in zip(parts, now, strict=True)]
     told: list[Any] = [_Told(*map(_writable, _nothing(*pair))) for pair in pairs]
@@ -653,12 +656,12 @@ def _read(
 
 
 def _rows_on_devices(stack: Stack, rows: Rows) -> int:
-    """For how many rows a column is on the devices."""
+    """Number of rows with a column on the devices."""
     return stack.num_rows if rows.columns else 0
 
 
 def _nothing(stack: Stack, rows: Rows) -> _Told:
-    """A folder has no row of the stack."""
+    """The content of an empty folder for a stack."""
     make = jit_sharded(_no_rows, _spec(stack), static=(0, 1))
     return make(_rows_on_devices(stack, rows), rows.keys is not None)
 

@@ -1,10 +1,10 @@
 """The ids of a batch as one sparse matrix for each stack of tables.
 
-A row of the matrix is a *bag*, whose table rows are summed. An example has the same number of
-bags in every batch: one for a feature that is summed, `length` for one that stays in order::
+A row of the matrix is a *bag*, whose table rows are summed. Each example has a fixed number of
+bags: one for a feature that is summed, `length` for one whose ids are kept in order::
 
     row      example * bags + bag
-    column   where the row of the id lies in the stack
+    column   row number of the id in the stack
 
 The number of operations does not grow with the number of features.
 """
@@ -37,12 +37,12 @@ from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, MAX_ENTRIES, segment_ids, sums_so_far
 from sparsejax.wide_ids import WideIds
 
-# How devices divide the examples of arrays.
+# Sharding of arrays whose first axis is the example.
 _BY_EXAMPLES = (P(("data", "model")),)
 Array = jax.Array | np.ndarray
 Ids = Array | CSR | WideIds
 
-# In place of a column: the row of the matrix is NaN; the id has no row.
+# Marks an invalid column: the row of the matrix becomes NaN, and the id has no row.
 WRONG = -1
 WITHOUT_ROW = -2
 
@@ -59,22 +59,23 @@ class FeatureBatch:
     [[0, 1, 2, 2]]
 
     Attributes:
-      stacks: for each stack of tables a matrix with a row for each bag. Combiners are not
-        applied yet. Columns need not ascend within a row. On a mesh it may be one matrix for
-        each device, of its own examples: leaves are then `[data, model, n]`.
+      stacks: for each stack of tables, a matrix with a row for each bag. Combiners are not applied
+          yet. Columns need not ascend inside a row. On a mesh there may be a matrix for each
+          device, with its own examples: leaves are then `[data, model, n]`.
       keys: for each stack of dynamic tables, the key of each entry of its matrix.
-      assigned: whether the columns of these stacks are known already, as
-        `EmbeddingCollection.assign_rows` finds them. A column is `WITHOUT_ROW` if the id
-        has none.
-      stage: `[]` int32, for tables in host memory: which of the states of the devices' tables
-        the columns are for. None if `EmbeddingCollection.staged` has not brought the rows.
-      rows: for each stack of tables in host memory, the row of each entry of its matrix, whose
-        columns then say where on the devices it is.
-      new: for each stack of dynamic tables in host memory whose new rows have not begun yet, which
-        entries' ids they are of, one for each row.
-      routes: for each stack whose ids cross a mesh, if `EmbeddingCollection.ahead` has sent
-        them: the matrix, which `stacks` then lacks, with combiners, and where its ids went. All
-        had places in the exchange, so a step does not ask. Of dynamic tables also the keys.
+      assigned: whether the columns of stacks of dynamic tables are known, by
+          `EmbeddingCollection.assign_rows`. A column is `WITHOUT_ROW` for an id without a row.
+      stage: `[]` int32, for tables in host memory: number of the state of the devices' tables for
+          which the columns are valid. None if `EmbeddingCollection.staged` has not copied the
+          rows.
+      rows: for each stack in host memory, the row number of each entry of its matrix, whose
+          columns are then slots on the devices.
+      new: for each stack of dynamic tables in host memory with uninitialized rows, a mask of
+          entries, True for one entry of each such row.
+      routes: for each stack whose ids were already sent over the mesh by
+          `EmbeddingCollection.ahead`, the matrix, with combiners, and the routes of its ids;
+          `stacks` then lacks this stack. All ids fit in the exchange, so a step does not check
+          this. For dynamic tables it also has the keys.
     """
 
     stacks: dict[str, CSR]
@@ -88,15 +89,15 @@ class FeatureBatch:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class CandidateBatch(FeatureBatch):
-    """The ids of requests, and those of the candidates of each request.
+    """The ids of requests, and of the candidates of each request.
 
-    An example is a candidate; those of a request follow each other. The vectors of a request
-    are looked up once, and broadcast to its candidates.
+    An example is a candidate; candidates of a request are adjacent. The vectors of a request are
+    looked up once, and broadcast to its candidates.
 
     Attributes:
       requests: ids of each feature, an example for each request.
-      candidates: ids of each feature, an example for each candidate. A feature has ids in
-        one of the two, and is `[n, 0]` in the other.
+      candidates: ids of each feature, an example for each candidate. A feature has ids either here
+          or in `requests`, and is `[n, 0]` in the other.
     """
 
     stacks: dict[str, CSR] = dataclasses.field(default_factory=dict)
@@ -163,7 +164,9 @@ def pack(
 
 
 def checked(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
-    """The ids, with NumPy's of 64 bits as two words; a program would take 32 bits of them.
+    """Checks ids;
+
+    NumPy ids of 64 bits become two words, as a program would truncate them to 32 bits.
 
     Raises:
       TypeError: ids are not int32.
@@ -175,7 +178,7 @@ def checked(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
         feature = features[name]
         value, wide = _given(feature, ids[name])
         found[name] = value if wide is None else wide
-        # `_batch_size` refuses others
+        # `_batch_size` rejects other dtypes
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value)):
             _batch_size(feature, value)
             _check_on_host(feature, value)
@@ -183,9 +186,9 @@ def checked(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
 
 
 def _given(feature: StackedFeature, value: Ids) -> tuple[Any, WideIds | None]:
-    """The ids of a feature as they are packed; and those of a dynamic table as two words.
+    """The ids of a feature in the form in which they are packed; for dynamic tables also as words.
 
-    Of a dynamic table the place of each id among those of the feature is packed.
+    For a dynamic table, the position of each id among the ids of the feature is packed.
     """
     value = _last_ids(feature, value)
     if feature.table.dynamic:
@@ -197,9 +200,9 @@ def _given(feature: StackedFeature, value: Ids) -> tuple[Any, WideIds | None]:
 
 
 def _last_ids(feature: StackedFeature, value: Ids) -> Ids:
-    """The last `length` ids of each row of an array, where the feature asks for them.
+    """The last `length` ids of each row of an array, if the feature is configured so.
 
-    Lists in other forms are cut where they are packed.
+    Lists in other forms are cut when they are packed.
     """
     length = feature.config.length
     if feature.config.longer == "error" or length is None:
@@ -217,7 +220,9 @@ def _last_ids(feature: StackedFeature, value: Ids) -> Ids:
 
 
 def _last_places(present: Array, length: int) -> Array:
-    """`[batch, length]`: the columns of the last `length` ids, or the first ones of a short list."""
+    """`[batch, length]`: the columns of the last `length` ids, starting with the first if there
+    are fewer.
+    """
     xp = np if isinstance(present, np.ndarray) else jnp
     behind = xp.arange(1, present.shape[1] + 1, dtype=np.int32)[None]
     ends = xp.max(xp.where(present, behind, 0), axis=1, keepdims=True)
@@ -225,13 +230,13 @@ def _last_places(present: Array, length: int) -> Array:
 
 
 def _taken(array: Array, at: Array) -> Array:
-    """The columns `at` of each row."""
+    """Gathers the columns `at` of each row."""
     xp = np if isinstance(array, np.ndarray) else jnp
     return array[xp.arange(len(array), dtype=np.int32)[:, None], at]
 
 
 def divides_batch(batch: int) -> bool:
-    """Whether all devices of the mesh that is set get equal parts of a batch."""
+    """Whether the current mesh divides a batch of this size equally over all devices."""
     if batch == 0 or not mesh_is_set() or axes_are_explicit():
         return False
     data, model = axis_sizes()
@@ -239,15 +244,15 @@ def divides_batch(batch: int) -> bool:
 
 
 def _are_divided(batch: int, values: Sequence[Ids]) -> bool:
-    """Whether each device packs its own examples.
+    """Whether each device packs only its own examples.
 
-    The entries of a CSR are not divided by examples, so all devices have all of them.
+    The entries of a CSR are not divided by examples, so every device has all of them.
     """
     return divides_batch(batch) and not any(isinstance(v, CSR) for v in values)
 
 
 def _packed_on_devices(stack: Stack, values: Sequence[Ids]) -> CSR:
-    """The matrix of each device, from arrays of ids."""
+    """Packs arrays of ids into a matrix for each device."""
 
     def part(values):
         batch, room = len(values[0]), sum(v.size for v in values)
@@ -259,9 +264,9 @@ def _packed_on_devices(stack: Stack, values: Sequence[Ids]) -> CSR:
 def keys_on_devices(
     stack: Stack, ids: Mapping[str, Ids], exists: Array | None
 ) -> tuple[CSR, TableKeys] | None:
-    """The matrix of each device and its keys, of dynamic tables; None if ids are lists.
+    """Packs ids of dynamic tables into a matrix and keys for each device; None if ids are lists.
 
-    Devices divide the examples. `exists` is that of `without_examples`.
+    Examples are divided over the devices. `exists` is passed to `without_examples`.
     """
     words = [_wide_ids(feature, ids[feature.name]) for feature in stack.features]
     if any(each.offsets is not None for each in words):
@@ -278,7 +283,7 @@ def keys_on_devices(
 
 
 def _wide_ids(feature: StackedFeature, value: Any) -> WideIds:
-    """The ids of a dynamic table."""
+    """Converts the ids of a dynamic table to `WideIds`."""
     if feature.config.outside != "error":
         raise ValueError(
             f"feature {feature.name!r} has outside={feature.config.outside!r}, but every "
@@ -298,7 +303,7 @@ def _wide_ids(feature: StackedFeature, value: Any) -> WideIds:
 
 
 def _positions(value: WideIds) -> Array | CSR:
-    """The place of each id among those of its feature, in place of the id."""
+    """Replaces each id by its position among the ids of its feature."""
     shape = value.low.shape
     count = np.arange(value.low.size, dtype=np.int32).reshape(shape)
     if value.offsets is not None:
@@ -318,7 +323,7 @@ def _packed_keys(
     positions: Sequence[Array | CSR],
     words: Sequence[WideIds],
 ) -> tuple[CSR, TableKeys]:
-    """The matrix of a stack of dynamic tables, without columns, and its keys."""
+    """Packs ids of dynamic tables into a matrix, whose columns are not known yet, and keys."""
     tables = list(stack.tables)
     numbers = [tables.index(feature.table) for feature in stack.features]
     numbers = np.asarray(numbers, np.int32)
@@ -355,9 +360,9 @@ def _whole_keys(
     numbers: np.ndarray,
     words: Sequence[WideIds],
 ) -> tuple[CSR, TableKeys]:
-    """`_packed_keys` of ids in fixed shapes that are all there: none changes its place.
+    """`_packed_keys` for arrays without missing ids: each id keeps its position.
 
-    `numbers` are those of the features' tables.
+    `numbers` are the numbers of the tables that the features read.
     """
     low = _side_by_side(xp, batch, [ids.low for ids in words]).reshape(-1)
     high = _side_by_side(xp, batch, [ids.high for ids in words]).reshape(-1)
@@ -371,28 +376,28 @@ def _whole_keys(
 
 
 def _side_by_side(xp: ModuleType, batch: int, arrays: Sequence[Array]) -> Array:
-    """`[batch, ids of an example]` of arrays `[batch]` and `[batch, n]`."""
+    """Concatenates arrays `[batch]` and `[batch, n]` to `[batch, ids of an example]`."""
     columns = [xp.asarray(array).reshape(batch, _width(array)) for array in arrays]
     return xp.concatenate(columns, axis=1)
 
 
 def _ends_of_bags(xp: ModuleType, stack: Stack, batch: int, lists) -> Array:
-    """`[batch * bags]`: the entry behind each bag, if all ids of the arrays count."""
+    """`[batch * bags]`: the end of each bag's entries, if no id is missing."""
     ends = np.cumsum(_lengths_of_bags(stack, lists), dtype=np.int32)
     examples = xp.arange(batch, dtype=np.int32)[:, None] * int(ends[-1])
     return (examples + ends[None]).reshape(-1)
 
 
 def without_examples(batch: FeatureBatch, exists: Array) -> FeatureBatch:
-    """Removes the ids of examples that do not exist, so that they get no row in dynamic tables.
+    """Removes the ids of padding examples, so that they get no row in dynamic tables.
 
     Args:
       batch: a batch with one id for each example and feature.
-      exists: `[batch]` bool: which examples exist.
+      exists: `[batch]` bool: False for padding examples.
     """
 
     def of(x: CSR) -> CSR:
-        # Otherwise XLA divides them, and all that is known of them crosses a mesh in the step.
+        # Otherwise XLA divides the ids, and sends all data about them over the mesh in the step.
         return replicated(_without(x, exists))
 
     stacks = {n: of(x) if n in batch.keys else x for n, x in batch.stacks.items()}
@@ -409,11 +414,11 @@ class _Entries(NamedTuple):
     """Ids of some features, `[entries]` each.
 
     Attributes:
-      row: the bag of each id.
-      column: column of its row; `WRONG` for an id that the table does not have.
-      kept: whether it counts. Others are left out.
-      first: the first entry of this bag. Entries of a bag lie behind each other.
-      weight: its weight, or None if all are 1.
+      row: bag of each id.
+      column: row number of the id in the stack; `WRONG` for an id outside its table.
+      kept: whether the id counts. Others are ignored.
+      first: index of the first entry of the bag. Entries of a bag are adjacent.
+      weight: weight of each id, or None if all are 1.
     """
 
     row: Array
@@ -426,7 +431,7 @@ class _Entries(NamedTuple):
 def _packed(
     xp: ModuleType, stack: Stack, batch: int, nse: int, values: Sequence[Ids]
 ) -> CSR:
-    """The matrix of a stack. `xp` is the module of the arrays, NumPy or jax.numpy."""
+    """Packs ids into the matrix of a stack. `xp` is NumPy or jax.numpy."""
     pairs = list(zip(stack.features, values, strict=True))
     lists = [(f, v) for f, v in pairs if not isinstance(v, CSR)]
     matrices = [(f, v) for f, v in pairs if isinstance(v, CSR)]
@@ -443,7 +448,7 @@ def _packed(
         sums = functools.partial(np.cumsum, dtype=np.int32)
     zero = xp.zeros(1, np.int32)
     kept = entries.kept.astype(np.int32)
-    # Kept entries before each entry, and behind the last one.
+    # The number of kept entries before each entry, and in total.
     before = xp.concatenate([zero, sums(kept)])
     if matrices:
         counts = _added(xp, rows, xp.where(entries.kept, entries.row, rows), kept)
@@ -454,7 +459,7 @@ def _packed(
         indptr = xp.concatenate([zero, before[ends]])
         place = before[:-1]
     if cut is not None:
-        # The first row that lacks ids, and all rows after it, are marked as overfull.
+        # The first row that lacks ids, and all later rows, are marked as overfull.
         over = xp.arange(1, rows + 1, dtype=np.int32) > cut
         ends = xp.where(over, xp.maximum(indptr[1:], nse + 1), indptr[1:])
         indptr = xp.concatenate([zero, ends])
@@ -470,12 +475,12 @@ def _packed(
     data = entries.weight
     if data is not None:
         data = _written(xp, nse, place, data)
-    # Not the constructor: columns do not ascend within a row, and are checked already.
+    # Not the constructor: columns do not ascend inside a row, and were already checked.
     return CSR.tree_unflatten(stack.num_rows, (data, indices, indptr, None))
 
 
 def _of_lists(xp, stack: Stack, batch: int, lists) -> _Entries:
-    """Entries of arrays `[batch]` and `[batch, n]`, in the order of the bags."""
+    """The entries of arrays `[batch]` and `[batch, n]`, in the order of the bags."""
     widths = [_width(value) for _, value in lists]
     ids = _side_by_side(xp, batch, [value for _, value in lists])
 
@@ -510,13 +515,13 @@ def _of_lists(xp, stack: Stack, batch: int, lists) -> _Entries:
 def _of_matrices(
     xp, stack: Stack, batch: int, matrices: Sequence[tuple[StackedFeature, CSR]]
 ) -> tuple[_Entries, Array]:
-    """Entries of CSR matrices, and the first row that lacks some."""
+    """The entries of CSR matrices, and the number of the first row that lacks some."""
     features = [feature for feature, _ in matrices]
     sizes = [x.nse for _, x in matrices]
     starts_of = np.cumsum([0, *sizes], dtype=np.int32)[:-1]
     ptr = xp.stack([xp.asarray(x.indptr) for _, x in matrices])
     room = np.asarray(sizes, np.int32)[:, None]
-    # A group is a row of a matrix, or the padding behind its last row.
+    # A group is a row of a matrix, or the padding after its last row.
     ends = xp.concatenate([xp.minimum(ptr[:, 1:], room), xp.asarray(room)], axis=1)
     starts = xp.concatenate([xp.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
     ends, starts = ((a + starts_of[:, None]).reshape(-1) for a in (ends, starts))
@@ -572,8 +577,8 @@ def _of_matrices(
 
 
 def _columns(stack: Stack, xp, ids, *, num_rows, place, drop):
-    """Where the row of each id lies, and whether the id counts."""
-    if stack.dynamic:  # numbers of keys, whose rows are found later
+    """The row number of each id in the stack, and whether the id counts."""
+    if stack.dynamic:  # columns are key numbers, whose rows are found later
         return ids.astype(np.int32), ids >= 0
     inside = (ids >= 0) & (ids < num_rows)
     column = xp.where(inside, stack.row_of(ids, place), WRONG)
@@ -581,13 +586,13 @@ def _columns(stack: Stack, xp, ids, *, num_rows, place, drop):
 
 
 def _place_of_each(features: Sequence[StackedFeature], of_each) -> Place:
-    """The place of the table of each id. What is the same for all is one number."""
+    """The place of each id's table. A field that is equal for all is a single number."""
     places = zip(*(feature.table.place for feature in features), strict=True)
     return Place(*(v[0] if len(set(v)) == 1 else of_each(v) for v in places))
 
 
 def _joined(xp, a: _Entries, b: _Entries) -> _Entries:
-    """The entries of both."""
+    """Concatenates two sets of entries."""
     b = b._replace(first=b.first + len(a.row))
     weight = b.weight
     if weight is not None:
@@ -597,7 +602,7 @@ def _joined(xp, a: _Entries, b: _Entries) -> _Entries:
 
 
 def _lengths_of_bags(stack: Stack, lists) -> np.ndarray:
-    """`[bags]`: how many ids of an example are in each bag."""
+    """`[bags]`: number of ids of an example in each bag."""
     lengths = np.zeros(stack.bags, np.int32)
     for feature, value in lists:
         width = _width(value)
@@ -609,12 +614,12 @@ def _lengths_of_bags(stack: Stack, lists) -> np.ndarray:
 
 
 def _width(ids: Array) -> int:
-    """Ids of an example."""
+    """Number of ids of an example."""
     return 1 if ids.ndim == 1 else ids.shape[1]
 
 
 def _written(xp, size: int, place: Array, values: Array) -> Array:
-    """`[size]`: each value at its place; values of places outside are left out."""
+    """`[size]`: values written to their positions; positions out of range are ignored."""
     if xp is np:
         found = np.zeros(size, values.dtype)
         inside = place < size
@@ -625,7 +630,7 @@ def _written(xp, size: int, place: Array, values: Array) -> Array:
 
 
 def _added(xp, size: int, place: Array, values: Array) -> Array:
-    """`[size]`: the sum of the values at each place; `size` is left out."""
+    """`[size]`: sums of the values at each position; the position `size` is ignored."""
     if xp is np:
         return np.bincount(place, values, size + 1)[:size].astype(np.int32)
     return jnp.zeros(size, np.int32).at[place].add(values, mode="drop")
@@ -670,7 +675,7 @@ def _batch_size(feature: StackedFeature, value: Any) -> int:
 
 
 def _check_on_host(feature: StackedFeature, value: Array | CSR) -> None:
-    """Raises ValueError for an id that the table does not have, or a list that is too long."""
+    """Raises ValueError for an id outside its table, or a list that is too long."""
     name, config, table = feature.name, feature.config, feature.table
     if isinstance(value, CSR):
         count = int(value.indptr[-1])

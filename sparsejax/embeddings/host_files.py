@@ -1,4 +1,4 @@
-"""Rows in host memory as files: pieces, of which a save writes those that have changed.
+"""Stores rows in host memory as files: pieces, of which a save writes only changed ones.
 
 A piece has the rows of neighbouring slots of all 256 hands. As tables are dealt to the hands like
 cards, these are ids of neighbouring numbers, so popular ids are in few pieces. The name of a
@@ -18,19 +18,19 @@ import numpy as np
 from sparsejax.mesh.layout import ROW_MULTIPLE
 from sparsejax.whole_files import whole_file
 
-# About so many bytes in a piece, and no more pieces than that.
+# Approximate bytes of a piece, and largest number of pieces.
 _PIECE_BYTES, _MOST_PIECES = 2**22, 4096
 
 
 class AlteredError(OSError):
-    """A file does not have what was written to it."""
+    """The content of a file differs from what was written."""
 
 
 class Pieces:
     """The pieces of the rows of a stack.
 
     Args:
-      arrays: `[num_rows, ...]`, by name.
+      arrays: arrays `[num_rows, ...]` by name.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray]):
@@ -42,7 +42,7 @@ class Pieces:
         self.slots = max(least, _PIECE_BYTES // (ROW_MULTIPLE * row), 1)
         self.count = -(-self.hand // self.slots)
         self.changed = np.ones(self.count, bool)
-        # The file of each piece, where it was last saved; none if no row was seen.
+        # The file of each piece at the last save; none for a piece whose rows were never seen.
         self._folder: pathlib.Path | None = None
         self._names: dict[int, str] = {}
         kinds = {n: [a.dtype.str, *a.shape[1:]] for n, a in self.arrays.items()}
@@ -51,11 +51,11 @@ class Pieces:
         ).encode()
 
     def note(self, rows: np.ndarray) -> None:
-        """Says that rows have changed."""
+        """Marks rows as changed."""
         self.changed[rows % self.hand // self.slots] = True
 
     def save(self, folder: str | os.PathLike[str]) -> list[str]:
-        """Writes the pieces that have changed. Returns the names of the files of all."""
+        """Writes the changed pieces. Returns the file names of all pieces."""
         folder = pathlib.Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if self._folder != folder:
@@ -73,11 +73,10 @@ class Pieces:
         return sorted(self._names.values())
 
     def load(self, folder: str | os.PathLike[str], names: list[str]) -> None:
-        """Replaces all rows by those of files of `save`.
+        """Replaces all rows by the content of files that `save` wrote.
 
         Raises:
-          ValueError: a file has rows of other tables or of another optimizer. No row was
-            replaced yet.
+          ValueError: a file belongs to other tables or another optimizer. No row was replaced.
           AlteredError: a file was altered.
           OSError: a file cannot be read.
         """
@@ -128,7 +127,7 @@ class Pieces:
 
 
 def _name(piece: int, *parts: bytes | np.ndarray) -> str:
-    """The name of a file with this content."""
+    """The name of a file, with a digest of its content."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part)
@@ -136,7 +135,7 @@ def _name(piece: int, *parts: bytes | np.ndarray) -> str:
 
 
 def _is_sound(path: pathlib.Path, piece: int) -> bool:
-    """Whether there is such a file, and it is as it was written."""
+    """Whether a file exists and has the content that was written."""
     try:
         return path.name == _name(piece, path.read_bytes())
     except OSError:

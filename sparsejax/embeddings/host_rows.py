@@ -1,9 +1,9 @@
-"""Rows of tables in the memory of the host, of which the devices have some at a time.
+"""Rows of tables in host memory, some of which are on the devices at a time.
 
-The parameter of such a stack has *slots*, fewer than rows. Before a step its rows get slots, and
-the columns of its batch become the numbers of their slots. So a step is the same as that of
-other tables. Whatever there is of a row moves with it: its numbers and the state of the
-optimizer. On a CPU, in which slot a row lies has no influence on results, to the bit.
+The parameter of such a stack has *slots*, fewer than rows. Before a step its rows are given slots,
+and the columns of its batch are replaced by slot numbers. So a step is equal to that for other
+tables. The optimizer state of a row moves with it. On a CPU, results do not depend on the slot of
+a row, bit by bit.
 
 A row is first made on a device, when a batch first has its id. So host memory is taken by rows
 that were seen, and nothing is written at the start.
@@ -53,25 +53,25 @@ from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.optimizer import HostSettler, Optimizer, first_state
 from sparsejax.optimizers.rules import Rule
 
-# The column of a kernel itself; others are the names of the optimizer's arrays.
+# Name of the column with the kernel; other columns have the names of optimizer arrays.
 ROW = "row"
-# A name before all others.
+# A name that sorts before all others.
 _KNOWN = " known"
-# Flags of a row: its numbers are known, the state of the optimizer is.
+# Flags of a row: its numbers are valid, its optimizer state is valid.
 _NUMBERS, _STATE = 1, 2
-# Rows that are made, or brought up to date, together.
+# Number of rows that are initialized, or brought up to date, at a time.
 _BLOCK = 8192
 
 Arrays = dict[str, np.ndarray]
 
 
 class _Gathered(NamedTuple):
-    """The rows that a batch lacks, on their way to the devices.
+    """Rows that a batch needs, on their way from the host to the devices.
 
     Attributes:
-      wanted: numbers of these rows.
-      known: `[devices * room]` flags of each row; None if the host has numbers and state of
-        all.
+      wanted: row numbers.
+      known: `[devices * room]` flags of each row; None if numbers and state of all rows are valid
+          on the host.
       values: arrays of these rows by name, `[devices * room, ...]`.
     """
 
@@ -85,11 +85,12 @@ _Swapped = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
 
 
 class Coming(NamedTuple):
-    """A batch whose rows were looked up.
+    """The slots of a batch, the rows that were removed from slots, and the former content of these
+    slots.
 
     Attributes:
-      looked: the batch, and which rows have no slot.
-      gathered: the rows that the batch lacks; None if it lacks no row.
+      looked: result of the look-up, with the rows that have no slot.
+      gathered: rows that must be copied to the devices; None if there are none.
     """
 
     looked: Looked
@@ -97,10 +98,10 @@ class Coming(NamedTuple):
 
 
 class Touched:
-    """Marks the rows that have changed since the marks were last read.
+    """Marks of the rows that have changed since the marks were last read.
 
     Attributes:
-      rows: `[num_rows]`; all are true at first.
+      rows: `[num_rows]` bool; initially all True.
     """
 
     def __init__(self, num_rows: int):
@@ -108,23 +109,23 @@ class Touched:
 
 
 class HostRows:
-    """The rows of a stack in host memory, with the optimizer's state of them.
+    """The rows of a stack in host memory, with their optimizer state.
 
-    It is part of the metadata of the stack's parameter. All objects of this class compare
-    equal, so that programs compiled for one model serve other models with such tables. A
-    compiled program keeps this object alive. So this object has only a weak reference to the
-    parameter, and frees all rows when the parameter is gone.
+    It is stored in the metadata of the stack's parameter. All objects of this class compare equal,
+    so that programs compiled for one model can be used for other models with such tables. A
+    compiled program keeps this object alive, so it has only a weak reference to the parameter, and
+    frees all rows when the parameter is deleted.
 
     Args:
       stack: stack of the tables.
-      key: random key for the rows of static tables that were not read yet.
+      key: random key for the initial rows of static tables.
     """
 
     def __init__(self, stack: Stack, key: nnx.Variable):
         self.stack, self.key = stack, key
         self.bytes_moved = 0
-        # The number of the state of the devices' tables: batches of others read NaN. And what
-        # it is: to read it would wait for the devices.
+        # Number of the state of the devices' tables: batches prepared for another state read NaN.
+        # Its value is stored, too, as reading the variable would wait for the devices.
         self.number: nnx.Variable | None = None
         self.last_number = 0
         self._kernel: weakref.ref[nnx.Variable] | None = None
@@ -134,11 +135,11 @@ class HostRows:
         self._known = np.zeros(0, np.uint8)
         self._slots: Slots | None = None
         self._pieces: Pieces | None = None
-        # Replaced, never changed: threads go through it.
+        # Replaced but never modified, as threads iterate over it.
         self._watching: tuple[weakref.ref[Touched], ...] = ()
         self._mesh: jax.sharding.Mesh | None = None
         self._buffers = Buffers()
-        # Puts rows that have left the devices into `_arrays`.
+        # The task that copies rows removed from the devices into `_arrays`.
         self._leaving: concurrent.futures.Future[None] | None = None
 
     def __eq__(self, other: object) -> bool:
@@ -155,18 +156,17 @@ class HostRows:
         *,
         reading: bool = False,
     ) -> None:
-        """Sets the variables that have the slots on the devices.
+        """Sets the variables that contain the slots on the devices.
 
         Args:
           kernel: the parameter of the stack.
-          state: arrays of its optimizer state; None leaves the present ones.
-          rule: rule of the optimizer.
-          reading: whether the rows will not change. Then this optimizer does not create their
-            state.
+          state: arrays of its optimizer state; None keeps the present ones.
+          rule: rule of the optimizer, or None.
+          reading: whether rows are only read. Then no state is created for this optimizer.
 
         Raises:
-          ValueError: the variables belong to a copy of the model; or, for reading, to another
-            optimizer than the one whose state the rows have.
+          ValueError: the variables belong to a copy of the model; or, when reading, to another
+              optimizer than the one whose state is stored.
         """
         if self._kernel is not None and self._kernel() is not kernel:
             raise ValueError(
@@ -189,7 +189,8 @@ class HostRows:
             self.write_back()
             self.forget_slots()
         rows = self.stack.num_rows
-        folder = self.stack.tables[0].config.host_path  # that of all
+        # equal for all tables of the stack
+        folder = self.stack.tables[0].config.host_path
         if not same:
             variables = {ROW: kernel, **state}
             kept = {ROW: self._arrays[ROW]} if self._arrays else {}
@@ -199,14 +200,15 @@ class HostRows:
                 else reserved((rows, *variable.shape[1:]), variable.dtype, folder)
                 for name, variable in variables.items()
             }
-            self._known &= np.uint8(_NUMBERS)  # another optimizer begins
+            # the state of another optimizer is discarded
+            self._known &= np.uint8(_NUMBERS)
             if not len(self._known):
                 self._known = np.zeros(rows, np.uint8)
             if self._kernel is None:
                 self._kernel = weakref.ref(kernel)
                 weakref.finalize(kernel, self._release)
             self._state, self._rule = state, rule
-            # Names in their order: "known" comes first, and tells whether a piece has rows.
+            # Sorted by name: "known" comes first, and tells whether a piece has rows.
             self._pieces = Pieces({_KNOWN: self._known, **self._arrays})
             self._touch(slice(None))
         self._mesh = current_mesh()
@@ -220,14 +222,13 @@ class HostRows:
         *,
         reading: bool = False,
     ) -> None:
-        """Does `attach` with the state that an optimizer has. Without one the state stays.
+        """Calls `attach` with the state in an optimizer. Without an optimizer the state is kept.
 
         Args:
           path: path of the kernel in the model, or the end of this path.
           kernel: the parameter of the stack.
           optimizer: the optimizer that trains it, or None.
-          reading: whether the rows will not change. Then this optimizer does not create their
-            state.
+          reading: whether rows are only read. Then no state is created for this optimizer.
         """
         state, rule = None, None
         if optimizer is not None:
@@ -236,7 +237,7 @@ class HostRows:
         self.attach(kernel, state, rule, reading=reading)
 
     def check_state(self, state: Mapping[str, nnx.Variable]) -> None:
-        """Raises ValueError if the rows have the state of another optimizer."""
+        """Raises ValueError if the stored state belongs to another optimizer."""
         if self._rule is not None and not self._is_state(state):
             raise ValueError(
                 "the rows in host memory have the state of another optimizer, which trains "
@@ -249,13 +250,13 @@ class HostRows:
         )
 
     def look(self, columns: jax.Array | np.ndarray, *, training: bool) -> Coming:
-        """Looks rows up, and does not wait. They are in use from now on.
+        """Looks up rows and marks them as used, without waiting for the devices.
 
-        A thread gathers those that are missing on the devices.
+        A thread gathers the rows that are not on the devices.
 
         Args:
           columns: rows of the stack, of any shape; negative ones are padding.
-          training: whether the rows will change on the devices.
+          training: whether the batch will change its rows.
         """
         assert self._slots is not None
         with interrupts.uninterrupted():
@@ -273,22 +274,22 @@ class HostRows:
             return Coming(looked, beside("coming").submit(gather))
 
     def bring(self, coming: Coming) -> tuple[jax.Array, jax.Array, bool]:
-        """Brings rows to the devices.
+        """Copies rows to the devices.
 
         Args:
-          coming: the rows of a batch.
+          coming: result of `look` for a batch.
 
         Returns:
-          The slot of each row, negative ones as they were; the rows; and whether others have
-          left.
+          The slot of each row, negative numbers unchanged; the rows; and whether others were
+          removed.
 
         Raises:
-          NoRoomError: they do not fit.
+          NoRoomError: the rows do not fit on the devices.
         """
         assert self._slots is not None
         with interrupts.uninterrupted():
             looked = coming.looked
-            if looked.number != self._slots.number:  # others came in between
+            if looked.number != self._slots.number:  # other rows were copied in between
                 concurrent.futures.wait([coming.gathered])
                 coming = self.look(looked.columns, training=looked.training)
                 looked = coming.looked
@@ -309,10 +310,10 @@ class HostRows:
             return slots, looked.columns, leave
 
     def write_back(self) -> None:
-        """Copies what has changed on the devices to the host. Rows keep their slots.
+        """Copies changed rows from the devices to the host. Rows keep their slots.
 
         Raises:
-          ValueError: the model is gone, and this was asked for by a copy of it.
+          ValueError: the model was deleted, and a copy of it is used.
         """
         if self._slots is None:
             if self._kernel is not None:
@@ -338,9 +339,9 @@ class HostRows:
             self._slots.forget_changes()
 
     def forget_slots(self) -> None:
-        """Makes all rows come anew; what has changed on the devices is lost.
+        """Removes all rows from the devices without saving their changes.
 
-        Batches that are on the devices read NaN.
+        Batches that are already prepared read NaN.
         """
         self._collect()
         if self._slots is not None:
@@ -350,7 +351,7 @@ class HostRows:
             set_number(self.number, self.last_number)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """`[rows, dim]`: rows as they are now."""
+        """`[rows, dim]`: current values of rows."""
         self.write_back()
         rows = np.asarray(rows)
         if self._slots is None:
@@ -368,7 +369,7 @@ class HostRows:
         return found
 
     def put(self, rows: np.ndarray, values: Mapping[str, np.ndarray]) -> None:
-        """Gives rows other numbers, and state as far as `values` has it."""
+        """Sets the numbers of rows, and their state as far as `values` contains it."""
         self.write_back()
         for name, array in values.items():
             self._arrays[name][rows] = array
@@ -377,11 +378,11 @@ class HostRows:
         self.forget_slots()
 
     def take(self, other: HostRows, rows: np.ndarray, there: np.ndarray) -> None:
-        """Takes rows of others, as far as they are known.
+        """Copies initialized rows from another object.
 
         Args:
           other: object that has the rows.
-          rows: numbers of the rows to write here.
+          rows: numbers of the rows to write.
           there: numbers of the rows in `other`.
         """
         arrays = other.arrays()
@@ -397,24 +398,24 @@ class HostRows:
             self._changed(mine, known if len(self._arrays) > 1 else _NUMBERS)
 
     def arrays(self) -> Arrays:
-        """All rows as they are now, by name: do not change them. Zeros where there is no row."""
+        """Current values of all rows, by name; zeros for unseen rows. Do not modify them."""
         self.write_back()
         return self._arrays
 
     @property
     def drifts(self) -> bool:
-        """Whether rows change that no step has touched."""
+        """Whether a step can change rows that it does not touch."""
         return self._rule is not None and self._rule.drifts
 
     def watch(self) -> Touched:
-        """Notes from now on which rows change here, as long as somebody keeps the result."""
+        """Marks rows that change from now on, as long as the caller keeps the result."""
         touched = Touched(self.stack.num_rows)
         here = (each for each in self._watching if each() is not None)
         self._watching = (*here, weakref.ref(touched))
         return touched
 
     def current(self, rows: np.ndarray, settled: HostSettler | None) -> Arrays:
-        """Copies of some rows, by name, up to date; nothing is written.
+        """Copies of rows, by name, with all updates applied; nothing is written back.
 
         Args:
           rows: numbers of rows whose vectors are in host memory; rows of a dynamic table need
@@ -444,7 +445,7 @@ class HostRows:
         return found
 
     def settle(self, settled: HostSettler, *, everywhere: bool) -> None:
-        """Brings the rows here up to date; slots are not written. See `Optimizer.flush`."""
+        """Applies pending updates to the rows on the host, not to slots. See `Optimizer.flush`."""
         self.write_back()
         if self._rule is None:
             return
@@ -456,20 +457,21 @@ class HostRows:
             self._changed(rows, _NUMBERS | _STATE)
 
     def variables(self) -> list[nnx.Variable]:
-        """Lists the variables that have something of the rows on the devices."""
+        """The variables with data of the rows on the devices."""
         return list(self._variables().values())
 
     def save(self, folder: str | os.PathLike[str]) -> list[str]:
-        """Writes what has changed since the last save. Returns the names of all files."""
+        """Writes the rows that changed since the last save. Returns the names of all files."""
         self.write_back()
         assert self._pieces is not None
         return self._pieces.save(folder)
 
     def load(self, folder: str | os.PathLike[str], names: list[str]) -> None:
-        """Reads what `save` wrote. Rows on the devices come anew."""
+        """Reads the files that `save` wrote. All rows are removed from the devices."""
         assert self._pieces is not None
         self.forget_slots()
-        for variable in self.variables():  # of a model of shapes, arrays are made
+        # arrays are created if the model has only shapes
+        for variable in self.variables():
             like = variable.get_raw_value()
             if isinstance(like, jax.ShapeDtypeStruct):
                 empty = jnp.zeros(like.shape, like.dtype, device=like.sharding)
@@ -478,14 +480,17 @@ class HostRows:
         self._touch(slice(None))
 
     def _release(self) -> None:
-        """Lets go of all rows, and of the state on the devices: the model is gone."""
+        """Frees all rows, and the state on the devices, after the model was deleted."""
         self._state, self._arrays, self._rule = {}, {}, None
         self._known = np.zeros(0, np.uint8)
         self._slots = self._pieces = self._mesh = self._leaving = self.number = None
         self._buffers = Buffers()
 
     def _first_key(self) -> jax.Array | None:
-        """None for dynamic tables, whose rows begin on a device."""
+        """The random key of initial rows;
+
+        None for dynamic tables, which are initialized on a device.
+        """
         return None if self.stack.dynamic else self.key.get_raw_value()
 
     def _variables(self) -> dict[str, nnx.Variable]:
@@ -507,9 +512,9 @@ class HostRows:
                 touched.rows[rows] = True
 
     def _seen(self, *, everywhere: bool) -> Iterator[np.ndarray]:
-        """The rows with state, or all of them, some at a time.
+        """Iterates over blocks of the rows with state, or of all rows.
 
-        Those of dynamic tables that no id had are left out: nothing is there to be moved.
+        Unseen rows of dynamic tables are skipped, as nothing is stored for them.
         """
         flags = _NUMBERS | _STATE if everywhere else _STATE
         everywhere &= not self.stack.dynamic
@@ -529,13 +534,13 @@ class HostRows:
         before: concurrent.futures.Future[None] | None,
         mesh: jax.sharding.Mesh | None,
     ) -> _Gathered | None:
-        """Gathers the rows that a batch lacks, in a thread while the step before runs.
+        """Gathers the rows that a batch needs, in a thread while the previous step runs.
 
         Args:
           table: the slots.
           looked: the batch.
           arrays: the rows in host memory.
-          before: the task that writes rows that have just left the devices into host memory.
+          before: task that copies rows just removed from the devices into host memory.
           mesh: mesh of the batch, or None.
         """
         with using_mesh(mesh):
@@ -578,10 +583,10 @@ class HostRows:
             return _Gathered(wanted, by_device(known.reshape(-1)), values)
 
     def _swapped(self, gathered: _Gathered, looked: Looked) -> tuple[jax.Array, bool]:
-        """Gives rows slots. Others leave, and are written by a thread.
+        """Gives rows slots. Rows removed from these slots are written to the host by a thread.
 
         Returns:
-          The slots of the batch, and whether rows have left.
+          The slots of the batch, and whether rows were removed.
         """
         wanted, known, values = gathered
         devices, room = wanted.rows.shape
@@ -623,17 +628,17 @@ class HostRows:
         return slots, leave
 
     def _collect(self) -> None:
-        """Waits for the rows that leave."""
+        """Waits for removed rows to be copied to the host."""
         if self._leaving is not None:
             self._leaving.result()
         self._leaving = None
 
     def _put(self, rows: np.ndarray, arrays: Mapping[str, jax.Array]) -> None:
-        """Writes rows that are on their way from the devices into host memory.
+        """Writes removed rows, which are being copied from the devices, into host memory.
 
         Args:
-          rows: `[devices, room]`; -1 for none.
-          arrays: arrays by name, whose copies to the host `leaving` has begun.
+          rows: `[devices, room]` row numbers; -1 for padding.
+          arrays: arrays by name, whose copies to the host were started by `leaving`.
         """
         found = {name: arrived(array) for name, array in arrays.items()}
         self.bytes_moved += sum(array.nbytes for array in arrays.values())
@@ -642,7 +647,7 @@ class HostRows:
             places = np.flatnonzero(mine >= 0)
             mine = mine[places]
 
-            # Mostly all of them, which need not be copied to lie behind each other.
+            # Usually all rows are written; then they need not be copied to be contiguous.
             whole = len(places) > 0 and places[-1] - places[0] + 1 == len(places)
             first = int(places[0]) if whole else 0
 
@@ -666,7 +671,7 @@ class HostRows:
 
 
 def set_number(variable: nnx.Variable, number: int) -> None:
-    """Gives the devices' tables another number."""
+    """Sets the number of the state of the devices' tables."""
     lies = variable[...].sharding
     variable.set_raw_value(jax.device_put(np.int32(number), lies))
 
@@ -677,7 +682,7 @@ def _made(stack: Stack, key: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _first_rows(stack: Stack, key: jax.Array, rows: jax.Array) -> jax.Array:
-    """`[rows, dim]`: what rows begin with, few at a time, as random bits take memory."""
+    """Initial values of rows, `[rows, dim]`, computed a few at a time to bound memory."""
     if len(rows) <= _BLOCK:
         return rows_at(stack, key, rows)
     blocks = -(-len(rows) // _BLOCK)
@@ -694,15 +699,15 @@ def _completed(
     known: jax.Array,
     values: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """Rows of which the host may not know the numbers, or the state."""
+    """Fills in the numbers, or the state, of rows that are not yet initialized on the host."""
     w = values[ROW]
-    if key is not None:  # else a row is not read before it has begun
+    if key is not None:  # without a key, rows are initialized before they are read
         has_numbers = (known & _NUMBERS > 0)[:, None]
         w = jnp.where(has_numbers, w, _first_rows(stack, key, rows))
     found = {ROW: w}
     if rule is None:
         return found
-    # As of an optimizer that is made: tables have all of their rows from the first step on.
+    # The state of a new optimizer, as tables conceptually have all rows from the first step on.
     fresh = first_state(rule, w, jnp.zeros((), jnp.int32))
     for name, array in fresh.items():
         old = values[name]
@@ -715,7 +720,7 @@ _with_new = jax.jit(_completed, static_argnums=(0, 1))
 
 
 class _Kind:
-    """A stack and a rule, for which programs are found without a look at them."""
+    """A stack and a rule, as a key of compiled programs with a cheap hash."""
 
     def __init__(self, stack: Stack, rule: Rule | None):
         self.stack, self.rule = stack, rule
@@ -743,23 +748,22 @@ def _swap(
     window: int,
     training: bool,
 ) -> tuple[dict[str, jax.Array], Index, jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Gives rows that come from the host the slots of rows that leave.
+    """Gives rows copied from the host the slots of removed rows.
 
     Args:
-      kind: the stack, and the rule of its optimizer.
-      missing: the rows that come, as `Looked` has them.
+      kind: stack, and rule of its optimizer.
+      missing: rows that need a slot, as in `Looked`.
       columns: all rows of the batch.
-      known: flags that say which numbers and state of the missing rows the host has; None if it
-        has all.
-      values: arrays of the missing rows by name; places that the host has not filled are
-        arbitrary.
-      room: number of places for rows that come; at least as many as are missing.
+      known: flags of the numbers and state of the missing rows that are valid on the host; None if
+          all are valid.
+      values: arrays of the missing rows by name; padding is arbitrary.
+      room: capacity for rows; at least the number of missing rows.
       window: number of slots that are examined.
       training: whether the batch changes its rows.
 
     Returns:
-      The arrays and the index; the slots of the batch; the rows that have left and may have
-      changed, else -1; and the former values of their slots.
+      The arrays and the index; the slots of the batch; the removed rows that may have changed,
+      else -1; and the former content of their slots.
     """
 
     def part(arrays, index, key, missing, columns, known, values):
@@ -771,7 +775,7 @@ def _swap(
             every = jnp.maximum(rows, 0) + own_place() * len(index.slot)
             new = _completed(kind.stack, kind.rule, key, every, known, values)
         before = {n: a.at[slots].get(mode="clip") for n, a in arrays.items()}
-        # All are read before one is written: else XLA copies the whole array.
+        # All are read before one is written: otherwise XLA copies the whole array.
         before, arrays = lax.optimization_barrier((before, arrays))
         after = {
             name: array.at[slots].set(
@@ -792,7 +796,7 @@ def _swap(
 
 
 def _on_mesh(mesh: jax.sharding.Mesh | None, work: Callable[[], None]) -> None:
-    """Does work in a thread, where no mesh is set."""
+    """Calls `work` in a thread, in which no mesh is set, with the given mesh."""
     with using_mesh(mesh):
         work()
 
@@ -807,5 +811,5 @@ def _read_slots(arrays: dict[str, jax.Array], slots: jax.Array) -> dict[str, jax
 
 
 def _specs(arrays: Mapping[str, Any]) -> dict[str, P]:
-    """How each array is divided, in the words of those who made it."""
+    """The spec of each array, as its creator stated it."""
     return {n: P("model", None) if n == ROW else P("model") for n in arrays}

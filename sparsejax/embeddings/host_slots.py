@@ -1,7 +1,7 @@
-"""Which rows of a stack in host memory are on the devices: an index on the devices.
+"""An index, on the devices, of the rows in host memory that have slots there.
 
-A batch has a million ids or more. To look each of them up takes a device microseconds, and a host
-many milliseconds. So the host gets a list of those rows alone that are missing.
+A batch has a million ids or more. Looking them up takes microseconds on a device, and many
+milliseconds on a host. So the host only gets the list of rows that are missing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NO_SLOT, _LEFT = -1, -2
 # Slots that are looked at for some rows: at least so many, and so many for each row.
 _LEAST_LOOKED_AT, _LOOKED_AT = 2**16, 4
 _LEAST_MOVED = 256
-# Batches whose steps may not have begun.
+# Number of last batches whose steps may not have started.
 _RECENT = 8
-# Each look has a number of its own, so none is taken for that of other slots.
+# Each look-up has a unique number.
 _numbers = itertools.count(1)
-# Bytes of the index on the devices, of each row and of each slot.
+# The sharding of the index, with equal parts on each device.
 ROW_BYTES, SLOT_BYTES = 4, 9
 # How the index is divided, and a number for each device.
 _MINE = P("model")
@@ -40,16 +40,17 @@ class NoRoomError(ValueError):
 
 
 class Index(NamedTuple):
-    """Rows and slots of the devices. Each has an equal share of both, with its own numbers.
+    """The index on the devices.
+
+    Each device has an equal share of rows and slots, with its own numbering.
 
     Attributes:
-      slot: `[num_rows]` int32: of each row; negative if it has none.
-      row: `[slots]` int32: in each slot; -1 if there is none.
-      used: `[slots]` int32: the number of the last batch with this row; -1 without a row.
-      changed: `[slots]` bool: whether the host may not have the row as it is.
-      counts: `[4]` int32: the number of the last batch, and of the last one for which rows
-        moved; how many slots were given; and the hand, the slot at which those begin that are
-        looked at next.
+      slot: `[num_rows]` int32: slot of each row; negative without one.
+      row: `[slots]` int32: row in each slot; -1 for an empty slot.
+      used: `[slots]` int32: number of the last batch that used the slot; -1 if empty.
+      changed: `[slots]` bool: whether the row may differ from its copy on the host.
+      counts: `[4]` int32: number of the last batch; number of the last batch for which rows moved;
+          number of slots given so far; and the slot at which the next examination starts.
     """
 
     slot: jax.Array
@@ -63,13 +64,13 @@ class Looked(NamedTuple):
     """A batch whose rows were looked up, and the rows that have no slot.
 
     Attributes:
-      columns: `[entries]`: rows of the batch; negative ones are padding.
+      columns: `[entries]` rows of the batch; negative numbers are padding.
       number: number of this look-up.
       training: whether the batch changes its rows.
-      missing: `[devices, 2 + most]`: first the number of rows without a slot, and the number of
-        slots that the batch has; then the rows without a slot, ascending, as the device numbers
-        them; then -1. A row that has just left is `-2 - row`.
-      on_host: copy of `missing`, on its way to the host.
+      missing: `[devices, 2 + most]`: the number of rows without a slot, the number of slots that
+          the batch uses, then the rows without a slot, ascending, in the numbering of the device,
+          padded with -1. A row that was just removed is `-2 - row`.
+      on_host: copy of `missing`, being copied to the host.
     """
 
     columns: jax.Array
@@ -83,9 +84,9 @@ class Wanted(NamedTuple):
     """Rows that need slots.
 
     Attributes:
-      rows: `[devices, room]`: rows as the device numbers them; then -1.
-      has_left: `[devices, room]`: whether the row has just left, so that the host may not have
-        it yet.
+      rows: `[devices, room]` rows in the numbering of each device, padded with -1.
+      has_left: `[devices, room]` bool: the row was just removed, so that its copy on the host may
+          not be complete.
       counts: `[devices]`: number of rows.
       window: number of slots that are examined.
     """
@@ -97,10 +98,10 @@ class Wanted(NamedTuple):
 
 
 class Slots:
-    """The slots of a stack.
+    """The slots of a stack on the devices.
 
-    The row that leaves is the least recently used one of the examined slots. A pointer that
-    moves around the slots says which ones are examined; in a small table all are.
+    The row removed is the least recently used of the examined slots. A pointer that circulates
+    over the slots selects them; in a small table all are examined.
 
     Args:
       num_rows: number of rows in the stack.
@@ -116,22 +117,22 @@ class Slots:
         self.clear()
 
     def clear(self) -> None:
-        """Takes all slots from their rows."""
+        """Empties all slots."""
         make = jit_sharded(_empty, _MINE, static=(0, 1, 2))
         self.index = make(self.num_rows, self.num_slots, self.devices)
         self.number = next(_numbers)  # whatever was looked up is wrong
         self._filled = np.zeros(self.devices, np.int64)
 
     def expire(self) -> None:
-        """Says that rows have changed in the host, which may have been sent already."""
+        """Records that rows changed on the host whose copies may already have been sent."""
         self.number = next(_numbers)
 
     def look(self, columns: jax.Array | np.ndarray, *, training: bool) -> Looked:
-        """Looks rows up, which are in use from now on. Does not wait for the devices.
+        """Looks up rows and marks them as used, without waiting for the devices.
 
         Args:
           columns: `[entries]` rows of the stack; negative ones are padding.
-          training: whether they will change.
+          training: whether the batch will change them.
         """
         self.number = next(_numbers)
         placed: Any = columns
@@ -141,13 +142,13 @@ class Slots:
         return Looked(placed, self.number, training, missing, leaving(missing))
 
     def wanted(self, looked: Looked) -> Wanted | None:
-        """The rows that a batch lacks; None if it lacks none. Waits for the devices.
+        """The rows that a batch needs; None if it needs none. Waits for the devices.
 
-        Nothing changes, so another thread may ask.
+        It changes nothing, so another thread may call it.
 
         Raises:
-          NoRoomError: there are not so many slots beside those of the batch. Its arguments are
-            the rows and the slots of a device.
+          NoRoomError: there are too few slots besides those of the batch. Its arguments are the
+              numbers of rows and slots of a device.
         """
         found = np.concatenate(arrived(looked.on_host))
         counts = found[:, :2]
@@ -169,17 +170,19 @@ class Slots:
         )
 
     def give(self, wanted: Wanted) -> bool:
-        """Notes that rows get slots. Returns whether others leave for them."""
+        """Records that rows get slots. Returns whether other rows are removed for them."""
         filled = self._filled + wanted.counts
         self._filled = np.minimum(filled, self._size)
         return bool((filled > self._size).any())
 
     def find(self, columns: jax.Array) -> jax.Array:
-        """`[entries]`: the slot of each row, numbered over all devices; none for none."""
+        """`[entries]`: the slot of each row, numbered over all devices; negative numbers
+        without one.
+        """
         return _find(self.index.slot, columns, self._size)
 
     def changed(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each device the slots whose rows may have changed, and these rows."""
+        """For each device, the slots whose rows may have changed, and these rows."""
         found = []
         changed = np.asarray(self.index.changed).reshape(self.devices, -1)
         row = np.asarray(self.index.row).reshape(self.devices, -1)
@@ -190,7 +193,7 @@ class Slots:
         return found
 
     def forget_changes(self) -> None:
-        """Says that the host has all that has changed.
+        """Records that the host has all changes.
 
         Slots of the newest batches stay marked: their steps may not have begun.
         """
@@ -200,18 +203,18 @@ class Slots:
 def taken(
     index: Index, missing: jax.Array, *, room: int, window: int, training: bool
 ) -> tuple[Index, jax.Array, jax.Array, jax.Array]:
-    """Gives rows that the last batch lacks the slots of other rows, on a device.
+    """Gives missing rows of the last batch slots of other rows, on a single device.
 
     Args:
       index: index of the device.
       missing: rows without a slot on the device, as `Looked` has them.
-      room: number of places for rows; at least as many as are missing.
+      room: capacity for rows; at least the number of missing rows.
       window: number of slots that are examined. Enough of them are not in use.
       training: whether the batch changes its rows.
 
     Returns:
-      The index; `[room]` the rows, -1 for padding; their slots, outside for padding; and the
-      rows that leave these, if they may have changed, else -1.
+      The index; the rows `[room]`, padded with -1; their slots, out of range for padding; and the
+      rows removed from these slots, if they may have changed, else -1.
     """
     owned, size = len(index.slot), len(index.row)
     number, _, filled, hand = index.counts
@@ -234,7 +237,7 @@ def taken(
             jnp.where(is_full, (start + window) % size, hand),
         ]
     )
-    # All is read before something is written: else XLA copies whole arrays.
+    # All is read before anything is written: otherwise XLA copies whole arrays.
     rows, slots, before, leave, index = lax.optimization_barrier(
         (rows, slots, before, leave, index)
     )
@@ -256,7 +259,9 @@ def taken(
 
 
 def padded(count: int) -> int:
-    """Room for so many rows that move: two or four sizes in each power of 2: few programs."""
+    """The capacity for a number of moving rows: two or four sizes per power of 2, so few
+    programs.
+    """
     size = _LEAST_MOVED
     while 2 * size < count:
         size *= 2
@@ -277,7 +282,7 @@ def _empty(num_rows: int, slots: int, devices: int) -> Index:
 def _look_up(
     slot: jax.Array, columns: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The rows that are this device's, by its numbers; whether they are; their slots."""
+    """The rows of this device in its own numbering, a mask of them, and their slots."""
     rows = columns - own_place() * len(slot)
     mine = (columns >= 0) & (rows >= 0) & (rows < len(slot))
     return rows, mine, slot.at[jnp.where(mine, rows, 0)].get(mode="clip")
@@ -287,7 +292,7 @@ def _look_up(
 def _look(
     index: Index, columns: jax.Array, *, training: bool
 ) -> tuple[Index, jax.Array]:
-    """Marks the slots of rows as used, and lists the rows that have none, see `Looked`."""
+    """Marks slots of rows as used, and lists the rows without a slot, see `Looked`."""
 
     def part(index, columns):
         owned, size = len(index.slot), len(index.row)
@@ -319,12 +324,12 @@ def _look(
 
 
 def find(slot: jax.Array, columns: jax.Array, size: int) -> jax.Array:
-    """`[entries]`: the slot of each row, numbered over all devices; on a device.
+    """`[entries]`: the slot of each row, numbered over all devices; computed on one device.
 
     Args:
       slot: slots of the rows in the device's index.
-      columns: `[entries]` rows; negative ones stay as they are.
-      size: slots of a device.
+      columns: `[entries]` rows; negative numbers are returned unchanged.
+      size: number of slots of a device.
     """
     _, mine, slots = _look_up(slot, columns)
     slots = sum_over_model(jnp.where(mine, slots + own_place() * size, 0))

@@ -10,9 +10,9 @@ from flax import nnx
 
 
 class Layers(nnx.Module):
-    """Linear layers with ReLU between them, and behind the last one if asked for.
+    """Linear layers with ReLU between them, and optionally after the last one.
 
-    The input may have more columns than the first layer takes, if these are 0.
+    The input may have more columns than the first layer, if these are 0.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class Layers(nnx.Module):
 
 
 def linear(layer: nnx.Linear, x: jax.Array) -> jax.Array:
-    """`layer(x)`, if columns of `x` that the layer does not have are 0.
+    """Applies `layer` to `x`, whose additional columns must be 0.
 
-    Zeros below its kernel cost nothing: it is cast anyway.
+    The kernel is padded with zeros as it is cast, which costs nothing.
     """
     more = x.shape[1] - layer.in_features
     if not more:
@@ -51,7 +51,7 @@ def linear(layer: nnx.Linear, x: jax.Array) -> jax.Array:
 
 
 def with_bias(layer: nnx.Linear, x: jax.Array) -> jax.Array:
-    """`x` with the bias of a layer, if it has one."""
+    """Adds the bias of a layer to `x`, if it has one."""
     if layer.bias is None:
         return x
     bias = layer.bias[...].astype(x.dtype)
@@ -60,10 +60,10 @@ def with_bias(layer: nnx.Linear, x: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def relu(x: jax.Array) -> jax.Array:
-    """ReLU whose derivative reads the result.
+    """ReLU whose derivative is computed from its result.
 
-    Autodiff reads `x`. Then the product that makes `x` writes it, and another pass the result.
-    XLA would also read `x` to find where the result is more than 0.
+    Autodiff would read `x`. Then `x` would have to be written by the product, and the result by
+    another pass.
     """
     return jnp.maximum(x, 0)
 

@@ -1,9 +1,9 @@
 """Which tables lie below each other in one array, and where each row lies in it.
 
-Tables of one width, dtype and rule that are divided over the mesh form a *stack*, and those that
+Tables of equal width, dtype and rule that are divided over the mesh form a *stack*, and those that
 are replicated form another one. A stack is one parameter, so that one lookup, one sort and one
-update serve all of its tables. The rows of a divided stack are dealt into 256 *hands*, as cards
-are. A device has neighbouring hands. They do not depend on the mesh::
+update serve all of its tables. The rows of a divided stack are distributed in turn over 256
+*hands*, virtual shards that do not depend on the mesh. A device has adjacent hands::
 
     hand               0   1   2  ...  63 | 64  ... 127 | 128 ... 191 | 192 ... 255
     slots from 0 on    tables placed by "rows", one below the other, dealt to all hands
@@ -54,21 +54,21 @@ from sparsejax.sparse import MAX_ENTRIES
 # then needs no exchange. They are counted together, so that they stay one stack.
 REPLICATED_SIZE = 2**20
 
-# Without a plan, whole tables are dealt to so many parts of the hands: the GPUs of one host.
+# Without a plan, whole tables are distributed over this many parts of the hands: GPUs of a host.
 DEFAULT_PARTS = 8
 
 _HAND_BITS = ROW_MULTIPLE.bit_length() - 1
 
-# Rows that are made at a time, which bounds the memory for their random bits.
+# Number of rows that are initialized at a time, which bounds the memory for random bits.
 _BLOCK = 8192
 
 
 class Range(NamedTuple):
-    """Neighbouring hands.
+    """Adjacent hands.
 
     Attributes:
-      first: hand.
-      hands: how many: a power of 2 that divides `first`.
+      first: number of the first hand.
+      hands: number of hands: a power of 2 that divides `first`.
     """
 
     first: int
@@ -79,7 +79,7 @@ ALL_HANDS = Range(0, ROW_MULTIPLE)
 
 
 def is_range(hands: Range) -> bool:
-    """Whether numbers are a range of hands."""
+    """Whether the numbers describe a valid range of hands."""
     first, count = hands
     is_power = count > 0 and count & (count - 1) == 0
     return is_power and 0 <= first < ROW_MULTIPLE and first % count == 0
@@ -87,12 +87,11 @@ def is_range(hands: Range) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TablePlacement:
-    """How a table lies on a mesh.
+    """The placement of a table on a mesh.
 
     Attributes:
       kind: kind of the placement.
-      ranges: ranges of hands that have the table: one for "table", one for each piece for
-        "columns".
+      ranges: ranges of hands with the rows: one for "table", one for each piece for "columns".
     """
 
     kind: Placement
@@ -100,13 +99,13 @@ class TablePlacement:
 
 
 class Place(NamedTuple):
-    """Where the rows of a table lie in its stack: ints, or arrays with one for each id.
+    """The position of a table's rows in its stack: ints, or arrays with a number for each id.
 
     Attributes:
-      first: the number of its id 0 among the rows of all tables of its range.
-      bits: the range has 2^bits hands.
-      hand: the first hand of the range.
-      slot: the first slot of the range, in each of its hands.
+      first: number of its id 0 among the rows of all tables of its range.
+      bits: logarithm of the number of hands of the range, to the base 2.
+      hand: number of the first hand of the range.
+      slot: number of the first slot of the range in each of its hands.
     """
 
     first: Any
@@ -117,18 +116,20 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Distinct:
-    """Average number of different rows of each table that a group of examples reads.
+    """Average number of distinct rows of each table that a group of examples reads.
 
     Attributes:
       examples: number of examples in the group.
-      rows: pairs of a table's name and its number of different rows.
+      rows: pairs of a table's name and its number of distinct rows.
     """
 
     examples: int
     rows: tuple[tuple[str, float], ...]
 
     def of(self, table: str, examples: int) -> float:
-        """An upper bound for other examples: twice as many have at most twice the rows."""
+        """An upper bound for another number of examples: twice as many have at most twice the
+        rows.
+        """
         rows = dict(self.rows).get(table, math.inf)
         return rows * max(1.0, examples / self.examples)
 
@@ -139,10 +140,10 @@ class StackedTable:
 
     Attributes:
       name: name of the table.
-      number: its place among all tables of the collection; names its random numbers.
+      number: number of the table in the collection, from which its random keys are made.
       config: configuration of the table.
-      first_column: column of the table with which this piece begins.
-      place: place of its rows in the stack.
+      first_column: first column of the table in this piece.
+      place: position of its rows in the stack.
     """
 
     name: str
@@ -158,11 +159,11 @@ class StackedTable:
 
     @property
     def num_ids(self) -> int:
-        """Packed ids are below it: those of a dynamic table are places in a batch."""
+        """An upper bound of packed ids; for a dynamic table these are positions in a batch."""
         return MAX_ENTRIES if self.dynamic else self.config.num_rows
 
     def owners(self, model: int) -> slice:
-        """Which of the devices have its rows."""
+        """The range of devices that have its rows."""
         hands = ROW_MULTIPLE // model
         first = self.place.hand // hands
         return slice(first, first + max(1, (1 << self.place.bits) // hands))
@@ -170,12 +171,12 @@ class StackedTable:
 
 @dataclasses.dataclass(frozen=True)
 class StackedFeature:
-    """A feature whose table is in a stack; one for each piece of the table.
+    """A feature that reads a table of the stack; one for each piece of the table.
 
     Attributes:
       name: name of the feature.
-      first_bag: its first bag among the bags of an example.
-      table: its table.
+      first_bag: number of its first bag in an example.
+      table: table that it reads.
       config: configuration of the feature.
       hotness: number of ids in an example.
     """
@@ -188,26 +189,26 @@ class StackedFeature:
 
     @functools.cached_property
     def bag_range(self) -> slice:
-        """Its bags among those of an example."""
+        """The range of its bags in an example."""
         return slice(self.first_bag, self.first_bag + self.config.bags)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Tables of one width, dtype and rule that are divided over the mesh, or replicated.
+    """Tables of equal width, dtype and rule, concatenated and divided over the mesh or replicated.
 
     Attributes:
       name: name of the stack.
-      dim: numbers in a row.
+      dim: number of numbers in a row.
       dtype: dtype of the numbers.
       divided: whether its rows are divided over "model".
-      rule: how its rows are trained; None is the rule of the optimizer.
-      num_rows: number of rows of the parameter, which has some beyond those of the tables.
+      rule: optimizer rule of its rows; None is the rule of the optimizer.
+      num_rows: number of rows of the parameter, which includes padding rows.
       tables: tables in the order of the collection.
       features: features that read these tables, in the order of the collection.
       device_rows: number of rows that the parameter has on the devices, if the stack is in host
         memory, see `sparsejax.embeddings.host_rows`. None if the parameter has all rows.
-      store: the kind of store that has its rows, see `sparsejax.embeddings.stores`.
+      store: name of the kind of store for its rows, see `sparsejax.embeddings.stores`.
     """
 
     name: str
@@ -223,17 +224,17 @@ class Stack:
 
     @property
     def kernel_rows(self) -> int:
-        """Rows of the array of the parameter."""
+        """Number of rows of the parameter's array."""
         return self.num_rows if self.device_rows is None else self.device_rows
 
     @functools.cached_property
     def bags(self) -> int:
-        """Rows of the result for each example."""
+        """Number of vectors in the result for each example."""
         return sum(feature.config.bags for feature in self.features)
 
     @functools.cached_property
     def dynamic(self) -> bool:
-        """Whether its tables are dynamic: all of them are, or none."""
+        """Whether its tables are dynamic, which holds for all or none of them."""
         return self.tables[0].dynamic
 
     @property
@@ -241,7 +242,7 @@ class Stack:
         return self.num_rows // ROW_MULTIPLE
 
     def row_of(self, ids: Any, place: Place) -> Any:
-        """The rows of the parameter where ids lie; arrays of NumPy or JAX."""
+        """The row numbers of ids in the parameter; ids are NumPy or JAX arrays."""
         number = ids + place.first
         if not self.divided:
             return number
@@ -250,9 +251,9 @@ class Stack:
         return hand * self._hand_size + place.slot + (number >> place.bits)
 
     def ids_at(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The table of each row of the parameter, by its place in `tables`, and the id.
+        """The table of each row of the parameter, as its index in `tables`, and the id.
 
-        The inverse of `row_of`. The id is -1 where no table has a row.
+        The inverse of `row_of`. The id is -1 for a padding row.
         """
         place = Place(*(column(values) for values in zip(*self._places, strict=True)))
         rows = rows[None]
@@ -275,7 +276,7 @@ class Stack:
         return [table.place for table in self.tables]
 
     def ids_of_owners(self, model: int) -> np.ndarray:
-        """`[model]`: how many ids of an example belong to each device."""
+        """`[model]`: number of ids of an example whose rows are on each device."""
         owned = np.zeros(model)
         for feature in self.features:
             owners = feature.table.owners(model)
@@ -285,7 +286,7 @@ class Stack:
     def distinct_of_owner(
         self, model: int, examples: int, known: Distinct | None
     ) -> float:
-        """The most rows on a device for which some examples have ids."""
+        """The largest number of distinct rows on a device that a number of examples reads."""
         owned = np.zeros(model)
         for table in dict.fromkeys(feature.table for feature in self.features):
             rows = float(table.config.num_rows)
@@ -296,7 +297,7 @@ class Stack:
         return float(owned.max(initial=0))
 
     def bags_of_owner(self, model: int) -> int:
-        """The most bags of an example for which a device may have ids."""
+        """The largest number of bags of an example with ids on the same device."""
         owned = np.zeros(model, np.int64)
         for feature in self.features:
             owned[feature.table.owners(model)] += feature.config.bags
@@ -304,12 +305,12 @@ class Stack:
 
 
 def spec_of(stack: Stack) -> P:
-    """How the parameter of a stack is divided over a mesh."""
+    """The sharding of a stack's parameter."""
     return BY_ROWS if stack.divided else P()
 
 
 def column(values: Iterable[int]) -> jax.Array:
-    """`[values, 1]` int32."""
+    """Converts values to an int32 column `[values, 1]`."""
     return jnp.asarray(list(values), jnp.int32)[:, None]
 
 
@@ -319,7 +320,7 @@ def stack_tables(
     plan: Mapping[str, Any],
     hotness: Mapping[str, float] = types.MappingProxyType({}),
 ) -> tuple[Stack, ...]:
-    """The stacks of a collection.
+    """Groups the tables of a collection into stacks.
 
     Args:
       tables: configurations by name.
@@ -374,7 +375,7 @@ def stack_tables(
             how = "rows" if divided else "replicated"
         name = f"{dim}_{dtype}_{how}"
         name += f"_{rule.name}" if rule else ""
-        while name in names:  # two rules of one name
+        while name in names:  # two rules have the same name
             name += "_"
         names.add(name)
         members = tuple(itertools.chain.from_iterable(stacked.values()))
@@ -386,7 +387,7 @@ def stack_tables(
 
 
 def _placements(tables, plan) -> dict[str, TablePlacement]:
-    """The placement of each table."""
+    """The placement of each table: of its configuration, the plan, or the default."""
     planned: dict[str, TablePlacement] = {}
     for name, placement in plan.items():
         if name not in tables:
@@ -435,7 +436,7 @@ def _check_ranges(name: str, placement: TablePlacement) -> None:
 
 
 def _ranges(sizes: Sequence[int], given: Sequence[Range | None]) -> list[Range]:
-    """The range of each table; without a given one, one of `DEFAULT_PARTS`."""
+    """The range of each table; without a given one, one of `DEFAULT_PARTS` parts."""
     hands = ROW_MULTIPLE // DEFAULT_PARTS
     filled, found = [0] * DEFAULT_PARTS, list(given)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -447,10 +448,10 @@ def _ranges(sizes: Sequence[int], given: Sequence[Range | None]) -> list[Range]:
 
 
 def _places(sizes: Sequence[int], ranges: Sequence[Range]) -> tuple[list[Place], int]:
-    """The place of each table, and the slots of the fullest hand.
+    """The place of each table, and the number of slots of the fullest hand.
 
-    Of two ranges with a hand in common, one is part of the other. The wider ones come first, so
-    that all hands of a range are filled alike.
+    If two ranges overlap, one contains the other. Wider ranges are placed first, so that all hands
+    of a range are equally full.
     """
     filled = np.zeros(ROW_MULTIPLE, np.int64)
     found: dict[int, Place] = {}
@@ -467,10 +468,10 @@ def _places(sizes: Sequence[int], ranges: Sequence[Range]) -> tuple[list[Place],
 
 
 def first_rows(stack: Stack, key: jax.Array) -> jax.Array:
-    """`[num_rows, dim]`: the rows that a stack begins with; each device makes its own.
+    """Initial rows of a stack, `[num_rows, dim]`; each device computes its own.
 
-    The numbers of a row depend on the key, the table's number and the id alone. Rows beyond
-    those of the tables are zero.
+    The numbers of a row depend only on the key, the table's number and the id. Padding rows are
+    zero.
     """
 
     def made(key: jax.Array, first: jax.Array, count: int) -> jax.Array:
