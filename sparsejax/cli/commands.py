@@ -1,4 +1,4 @@
-"""Carries out the commands, except `train`, `plan`, `tune`, `serve`, `demo`, `predict --parts`."""
+"""Runs the commands, except `train`, `plan`, `tune`, `serve`, `demo`, `predict --parts`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ from sparsejax.runs import uses
 from sparsejax.runs.folders import Folder
 from sparsejax.verbs import vectors as vector_files
 
-_MOST_SERVED = 100  # items that a service of a run recommends to a row
+# largest number of items that a service of a run recommends to a row
+_MOST_SERVED = 100
 
 
 def evaluate(command: flags.Evaluate) -> None:
@@ -64,7 +65,7 @@ def evaluate(command: flags.Evaluate) -> None:
 def compare(command: flags.Compare) -> None:
     """`sparsejax compare`."""
     runs = [Folder.of(run) for run in (command.run, command.other)]
-    # Its errors name flags.
+    # Errors about these options then name flags.
     asked = command.as_type(flags.Evaluate, run=command.run).replaced(keep_rows=True)
     both = zip(runs, _of_same_targets(runs, asked, command), strict=True)
     found = comparison.compare(
@@ -78,7 +79,7 @@ def compare(command: flags.Compare) -> None:
 
 
 def _for_run[T: Options](run: Folder, runs: Sequence[Folder], options: T) -> T:
-    """The options without a table of users that only the other run reads."""
+    """The options for `run`, without the table of users if only the other run reads it."""
     reads = {
         id(each) for each in runs if getattr(each.known, "users", None) is not None
     }
@@ -91,10 +92,10 @@ def _for_run[T: Options](run: Folder, runs: Sequence[Folder], options: T) -> T:
 def _of_same_targets(
     runs: Sequence[Folder], asked: Evaluate, reading: Reading
 ) -> list[Evaluate]:
-    """The measurement of each run: if one has targets, that of the other is on these, too.
+    """The options to measure each run: if one run has targets, both are measured on these targets.
 
     Raises:
-      ValueError: both have targets, and these differ.
+      ValueError: both runs have targets, which differ.
     """
     stated = [(run.settings.targets, run.settings.weights) for run in runs]
     [first, second], nothing = stated, (None, None)
@@ -116,10 +117,10 @@ def _of_same_targets(
 def _two_stages(
     command: flags.Evaluate | flags.Predict | flags.Export, asked: type[Options]
 ) -> tuple[Any, dict[str, Any]]:
-    """The runs of a command as one model, and the arguments of its method.
+    """Combines the runs of a command to one model; returns it and the arguments of its method.
 
     Raises:
-      ValueError: a flag was given that has no effect on two stages.
+      ValueError: a given flag does not apply to two stages.
     """
     from sparsejax.runs.run import Run
     from sparsejax.runs.two_stages import TwoStage
@@ -143,7 +144,7 @@ def _two_stages(
 
 
 def _measured(opened: Folder, asked: Evaluate, reading: Reading) -> Any:
-    """The metrics of a run."""
+    """Measures a run, with the words of the command line in errors."""
     kind = opened.settings.kind
     asked = kind.asked_in_shell(asked)
     asked.check_kind(kind.name)
@@ -205,7 +206,7 @@ def _opened(
     | flags.Vectors
     | flags.Similar,
 ) -> Folder:
-    """The run of a command, if its kind has a use for all flags."""
+    """Opens the run of a command, after a check that all given flags apply to its kind."""
     opened = Folder.of(command.run)
     kind = opened.settings.kind
     command.check_kind(kind.name)
@@ -235,7 +236,7 @@ def export(command: flags.Export) -> None:
 
 @contextlib.contextmanager
 def exported(command: flags.Serve) -> Generator[flags.Serve]:
-    """Exports a run, and gives the command that serves the predictor while this context is open."""
+    """Exports a run to a temporary predictor, and yields the command that serves it."""
     from sparsejax.verbs.export import export_predictor
 
     run = pathlib.Path(command.model)
@@ -272,7 +273,7 @@ def convert(command: flags.Convert) -> None:
 
 def prepare(command: flags.Prepare) -> None:
     """`sparsejax prepare`."""
-    command.check_effect()  # whose errors name flags
+    command.check_effect()  # its errors name flags
     features = (
         None if command.features is None else read_features(str(command.features))
     )
@@ -301,7 +302,7 @@ def split(command: flags.Split) -> None:
         at = None if command.at is None else _time(command.at, data)
         parts = data.split_at(at, fraction=command.fraction, **repeats)
     else:
-        assert command.fraction is not None  # as was checked
+        assert command.fraction is not None  # checked before
         names = {"random": "split", "rows": "split_rows", "items": "split_items"}
         choose = getattr(data, names[command.by])
         parts = choose(command.fraction, seed=command.seed or 0)
@@ -349,7 +350,7 @@ def similar(command: flags.Similar) -> None:
 
 
 def _data_to_split(command: flags.Split) -> tuple[Any, np.ndarray]:
-    """The data, and where its rows begin."""
+    """The data to split, and the offsets at which its rows begin."""
     clicks = command.label is not None or is_saved(command.data, stored.CLICKS)
     if command.histories and not clicks:
         command.check_kind("histories")
@@ -368,7 +369,9 @@ def _data_to_split(command: flags.Split) -> tuple[Any, np.ndarray]:
 
 
 def _are_clicks(command: flags.Split) -> bool:
-    """Whether the data is examples of clicks: a saved data set, or the flags say so."""
+    """Whether the data consists of clicks: a saved data set of clicks, or flags describe
+    clicks.
+    """
     given = command.given & Clicks.option_names()
     return bool(given) or is_saved(command.data, stored.CLICKS)
 
@@ -412,7 +415,7 @@ def _clicks_to_split(command: flags.Split) -> ClickDataset:
 
 
 def _check_split(command: flags.Split) -> None:
-    """Raises ValueError for flags that do not go together."""
+    """Raises ValueError if flags contradict each other."""
     command.check_effect()
     if command.user_features is not None and not command.histories:
         raise ValueError("--user-features is for histories: give --histories, too")
@@ -443,14 +446,14 @@ def _check_split(command: flags.Split) -> None:
 def _time(
     text: str, data: SparseDataset | SequenceDataset | ClickDataset
 ) -> int | float | str:
-    """The time as a number if the times of the data are numbers, else as it is."""
+    """Converts a time to a number if the times of the data are numbers; else returns the text."""
     if data.times is not None and data.times.dtype.kind == "M":
         return text
     return _number(text)
 
 
 def _number(text: str) -> int | float | str:
-    """The number that the text is, or the text."""
+    """Converts a text to a number if possible; else returns the text."""
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(text)
@@ -458,7 +461,7 @@ def _number(text: str) -> int | float | str:
 
 
 def _format_of(path: pathlib.Path) -> flags.Format:
-    """The format that the name of a file says."""
+    """The format of a file, from the ending of its name."""
     name = path.name.removesuffix(".gz").removesuffix(".xz")
     if name.endswith(".parquet"):
         return "parquet"

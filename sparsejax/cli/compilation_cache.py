@@ -1,7 +1,7 @@
-"""Compiled programs, which a command keeps for the commands after it.
+"""A disk cache of compiled programs, shared by commands.
 
-JAX finds a program by what it was lowered to. `sparsejax.mesh.kept_programs` finds the large
-ones by what they are made of, so that they are not lowered again.
+The key of JAX's cache is the lowered program. `sparsejax.mesh.kept_programs` has keys for large
+programs that are known before lowering, so that these are not lowered again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from sparsejax.kept_files import check_writable
 from sparsejax.mesh import kept_programs
 
-# The least recently used programs are removed beyond this.
+# If the cache is larger, the least recently used programs are removed.
 MAX_BYTES = 2**30
 
 SETTINGS: dict[str, object] = {
@@ -30,22 +30,22 @@ _WRITING = "Error writing persistent compilation cache"
 
 
 def folder() -> pathlib.Path:
-    """Where compiled programs are kept, such as `~/.cache/sparsejax/programs`."""
+    """The cache folder of compiled programs, such as `~/.cache/sparsejax/programs`."""
     return platformdirs.user_cache_path("sparsejax", appauthor=False) / "programs"
 
 
 def ready_folder() -> pathlib.Path:
-    """Where those are kept that are found before they are traced."""
+    """The cache folder of programs whose keys are known before tracing."""
     return folder().with_name("ready_programs")
 
 
 @contextlib.contextmanager
 def programs_kept(*, since: float) -> Iterator[None]:
-    """Keeps compiled programs in two folders, and looks for them there, while this context is open.
+    """While this context is open, compiled programs are cached in two folders.
 
-    If JAX has a folder already, such as that of `JAX_COMPILATION_CACHE_DIR`, it keeps that
-    one. Programs are kept on a best effort: if a program cannot be read or written, a
-    warning says why, and from then on programs are compiled without the folder.
+    If JAX already has a cache folder, such as that of `JAX_COMPILATION_CACHE_DIR`, it keeps it.
+    Errors of the cache are not fatal: if a program cannot be read or written, a warning says why,
+    and later programs are compiled without the cache.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         yield
@@ -65,7 +65,7 @@ def programs_kept(*, since: float) -> Iterator[None]:
     show = warnings.showwarning
 
     def notice(message, category, filename, lineno, file=None, line=None) -> None:
-        # JAX warns about each program; after the first warning the folder is not used.
+        # JAX would warn about each program; after the first warning the cache is disabled.
         text = str(message)
         if text.startswith((_READING, _WRITING)):
             _set(before)
@@ -85,13 +85,13 @@ def programs_kept(*, since: float) -> Iterator[None]:
 
 
 def _after_an_error(text: str) -> str:
-    """A message for the user. Removes programs of which one cannot be read."""
+    """The warning about a cache error. If a program could not be read, removes all programs."""
     reason = text.partition("': ")[2]
     if text.startswith(_WRITING):
         return f"compiled programs are no longer kept in {folder()}: {reason}"
     if "Timeout" in reason:
         return f"compiled programs are not read, as another process has {folder()}"
-    # A program that was cut off is never written again while its file is there.
+    # JAX does not overwrite an existing file, even if it is truncated.
     for file in folder().glob("*-cache"):
         file.unlink(missing_ok=True)
     return f"the compiled programs in {folder()} are damaged and were removed: {reason}"

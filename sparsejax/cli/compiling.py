@@ -1,4 +1,4 @@
-"""A line for a program that takes the compiler long."""
+"""Reports programs that take long to compile."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Generator
 from types import FrameType
 
-# JAX reports a compilation only when it has ended, so the function is looked for on the stacks
-# of all threads. If a later JAX names it otherwise, there are no lines.
+# JAX reports a compilation only when it has ended, so the compiler's function is searched in the
+# stacks of all threads. If a later JAX renames it, nothing is reported.
 _FILE, _FUNCTION = os.path.join("jax", "_src", "compiler.py"), "backend_compile"
 
 
@@ -22,14 +22,14 @@ def told_if_long(
     """Calls `say` once for each program that compiles for long, while this context is open.
 
     Args:
-      say: function that is called in another thread, with the seconds since the compilation
-        began.
-      after: seconds after which it is called.
+      say: function that is called in another thread with the number of seconds since the
+          compilation began.
+      after: number of seconds of compilation after which it is called.
     """
     ended = threading.Event()
 
     def look() -> None:
-        began: dict[int, float] = {}  # by the identity of the function's frame
+        began: dict[int, float] = {}  # start times, by the `id` of the function's frame
         told: set[int] = set()
         while not ended.wait(after / 10):
             now, running = time.monotonic(), _compilations()
@@ -49,7 +49,7 @@ def told_if_long(
 
 
 def _compilations() -> set[int]:
-    """The identities of the frames, of all threads, that wait for the compiler."""
+    """The `id`s of the frames, in all threads, that wait for the compiler."""
     found = set()
     for top in sys._current_frames().values():
         frame: FrameType | None = top

@@ -26,8 +26,8 @@ from sparsejax.whole_files import check_writable
 NETWORK = NetworkConfig.autoencoder((128,))
 OPTIMIZER, LEARNING_RATE = "adam", 1e-3
 EPOCHS, BATCH_SIZE, SEED = 15, 512, 0
-TRAINED = 0.9  # share of the visits to train on; the curves show the others
-GIVEN = 0.6  # share of a test visitor's visits that the model is shown
+TRAINED = 0.9  # share of the visits to train on; the curves show the other visits
+GIVEN = 0.6  # share of a test visitor's visits that the model reads
 K, SHOWN_VISITORS, PRINTED_VISITORS, SHOWN_AREAS = 10, 6, 3, 5
 
 
@@ -67,7 +67,7 @@ def demo(command: Demo) -> None:
 
 
 def _trained(visits: SparseDataset) -> tuple[FeedForward, list[dict[str, float]]]:
-    """A model of the visits, and what `fit` returned."""
+    """Trains a model on the visits; returns it and its history."""
     train, validation = visits.split(TRAINED, seed=SEED)
     rule = optimizers.get(OPTIMIZER, learning_rate=LEARNING_RATE)
     model, optimizer = build(NETWORK, train, rule, seed=SEED)
@@ -87,7 +87,7 @@ def _trained(visits: SparseDataset) -> tuple[FeedForward, list[dict[str, float]]
 
 
 def _unique(titles: dict[str, str]) -> dict[str, str]:
-    """The titles. Titles that several areas share are followed by the area's path."""
+    """The titles. A title of several areas is followed by the path of the area."""
     count = collections.Counter(titles.values())
     return {n: t if count[t] == 1 else f"{t} ({n})" for n, t in titles.items()}
 
@@ -103,7 +103,7 @@ def _with_titles(example: report.Example, titles: dict[str, str]) -> report.Exam
 
 
 def _show(examples: Sequence[report.Example]) -> None:
-    """Prints what some visitors saw, what is recommended, and what was held out."""
+    """Prints visited, recommended and held-out areas of some visitors."""
     for example in examples:
         print(f"\n{example.row}")
         _print_titles("visited", example.shown)

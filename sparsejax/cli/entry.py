@@ -1,6 +1,6 @@
-"""The first module of a command: from its first instruction on, a signal ends the process.
+"""The first module of a command: from its first line on, a signal ends the process.
 
-It imports nothing that takes time before that.
+Before that, it imports nothing that takes time.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import threading
 
 import sparsejax.ending as ending  # noqa: PLR0402 - `from` asks the package for a name
 
-# `typing` takes 5 ms, in which a signal would not be handled.
+# Importing `typing` takes 5 ms, during which a signal would not be handled.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
 
 class _Hidden:
-    """Hides packages that others import wherever they are installed, and commands do not need.
+    """Hides installed packages that other packages import, but commands do not need.
 
-    pyarrow imports pandas when it makes an array, in half a second, and Flax imports IPython
-    to look for a notebook, in a sixth.
+    pyarrow imports pandas when it makes an array, which takes half a second, and Flax imports
+    IPython to look for a notebook, which takes a sixth.
     """
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
-        """Finds nothing, and raises ModuleNotFoundError for a hidden package."""
+        """Raises ModuleNotFoundError for a hidden package; finds no other module either."""
         if fullname in ("pandas", "IPython"):
             raise ModuleNotFoundError(f"commands do not import {fullname}")
 
 
 def run() -> NoReturn:
-    """Carries out the command of this process, and ends the process.
+    """Runs the command of this process, and ends the process.
 
-    What runs the command within itself, as a profiler does, goes on after it.
+    A program that calls this function, such as a profiler, continues afterwards.
     """
     is_whole_process = _is_whole_process()
     if is_whole_process:
@@ -51,9 +51,9 @@ def run() -> NoReturn:
 
 
 def _open_closed() -> None:
-    """Opens standard streams that are closed, so that no data file gets their number.
+    """Opens closed standard streams, so that no data file gets their file descriptors.
 
-    What is written to standard output is an error then, as it would be lost.
+    Writing to the opened standard output is an error, as the text would be lost.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -76,13 +76,13 @@ def _is_whole_process() -> bool:
 def end(status: int) -> NoReturn:
     """Ends the process as `multiprocessing` ends one.
 
-    Threads end, and what is registered for an exit is done. But nothing is freed piece by
-    piece: where a GPU was used, Python takes more than half a second for that.
+    Waits for threads and runs exit handlers, but does not free memory piece by piece: if a GPU was
+    used, Python would take more than half a second for that.
     """
     threading._shutdown()  # pyrefly: ignore[missing-attribute]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            if stream is not None:  # None: it was closed before the command began
+        with contextlib.suppress(OSError):  # its reader is gone
+            if stream is not None:  # None if it was closed before
                 stream.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""The commands and their flags: the options of the verbs, and what only a shell has.
+"""The commands and their flags: the options of the verbs, and options of the shell alone.
 
 Only light packages are imported here, so that `sparsejax --help` answers at once.
 """
@@ -40,7 +40,7 @@ from sparsejax.options.reading import (
     TimeColumn,
 )
 
-# As sparsejax.data has them, to write.
+# Repeats the type in `sparsejax.data`, which is slow to import.
 WrittenFormat = Literal["text", "pairs", "adjacency", "parquet"]
 _RUN = Flag(value="DIR", positional=True)
 _Mesh = "data=INT,model=INT"
@@ -49,16 +49,16 @@ _TEST = Flag(type=str | None, value="[TEST]", positional=True)
 
 
 def _argument(value: str) -> Any:
-    """An argument without a flag."""
+    """A required positional argument; `value` is its name in help."""
     return option(dataclasses.MISSING, Flag(value=value, positional=True))
 
 
 class Command(Options):
-    """A command. Its class has its name, and is below this one."""
+    """Base class of the commands. The name of a subclass is that of its command."""
 
 
 class InShell(Options):
-    """Options whose names are flags."""
+    """Options that are written as flags in messages."""
 
     @classmethod
     def spelled(cls, name: str) -> str:

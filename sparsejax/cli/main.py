@@ -1,4 +1,4 @@
-"""The entry of the command line: parses, calls the command, and reports errors."""
+"""Entry point of the command line: parses arguments, runs the command, and reports errors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from sparsejax.cli.wording import in_flags
 from sparsejax.mesh import interrupts
 from sparsejax.options.models import Histories, Network
 
-# A module that is imported from now on is as its file is at this time.
+# The start time: modules imported later are as new as their files at this time.
 _BEGUN = time.time()
 
-_FEWEST_COLUMNS = 40  # of a page of help
+_FEWEST_COLUMNS = 40  # least width of a help page
 
-# Names of some flags in other programs, too different for tyro to suggest ours.
+# Names of flags in other programs that are too different for tyro to suggest ours.
 _CALLED_OTHERWISE = {
     "--lr": "--learning-rate",
     "--num-epochs": "--epochs",
@@ -49,14 +49,15 @@ _OPTIONS = (Network, Histories)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carries out a command and returns its exit status.
+    """Runs a command and returns its exit status.
 
-    0: done; 1: a line on stderr says what is wrong, or a plan does not fit; 2: wrong
+    0: success; 1: an error, reported in a line on stderr, or a plan that does not fit; 2: wrong
+        usage; 130: interrupted by Ctrl-C; 143: by SIGTERM.
     usage; 130: interrupted, by Ctrl-C; 143: by SIGTERM.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    # Orbax logs files that a killed process left, and tracebacks of errors that it also
-    # raises. Our own warnings and errors say what matters.
+    # Orbax logs files left by a killed process, and tracebacks of errors that it also raises. Our
+    # own warnings and errors are enough.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     command = None
     try:
@@ -79,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> flags.Command:
-    """The command. For help or wrong usage, prints it and raises SystemExit."""
+    """Parses a command. For help or wrong usage, prints a text and raises SystemExit."""
     commands = _commands()
-    # To make all flags of all commands takes as long as to import NumPy.
+    # Only the flags of the named command are made: making all takes as long as importing NumPy.
     named = commands.get(argv[0]) if argv else None
     parsers = {
         shell.parser_of(c) if named in (None, c) else shell.name_of(c): c
@@ -90,7 +91,7 @@ def _parse(argv: Sequence[str]) -> flags.Command:
     union = functools.reduce(operator.or_, parsers)
     options = {"args": argv, "config": (OmitArgPrefixes,)}
     columns = os.environ.get("COLUMNS")
-    if shutil.get_terminal_size().columns < _FEWEST_COLUMNS:  # tyro would not end
+    if shutil.get_terminal_size().columns < _FEWEST_COLUMNS:  # tyro would loop forever
         os.environ["COLUMNS"] = str(_FEWEST_COLUMNS)
     try:
         if argv == ["--version"]:
@@ -136,7 +137,7 @@ def _commands() -> Mapping[str, type[flags.Command]]:
 
 
 def _advise(argv: Sequence[str], unknown: Sequence[str]) -> None:
-    """Says what to do in place of words that a command does not know."""
+    """Prints advice about words that a command does not accept."""
     if (command := _commands().get(argv[0])) is None:
         return
     known = shell.flag_names(command)
@@ -166,7 +167,7 @@ def _advise(argv: Sequence[str], unknown: Sequence[str]) -> None:
 
 
 def _model_with(option: str, argv: Sequence[str]) -> str | None:
-    """The model that the words name, or else the first one, whose --config has an option."""
+    """The model that the words name, or the first model whose configuration has the option."""
     from sparsejax.kinds.kind import kind_for
 
     named = [m for m in flags.MODELS if m in argv or f"--model={m}" in argv]
@@ -178,7 +179,7 @@ def _model_with(option: str, argv: Sequence[str]) -> str | None:
 
 
 def _dsstne(argv: Sequence[str]) -> int:
-    """Carries out one of DSSTNE's commands, which have flags of their own."""
+    """Runs one of DSSTNE's commands, which parse their own flags."""
     from sparsejax.dsstne import cli
     from sparsejax.mesh import processes
 
@@ -193,13 +194,13 @@ def _dsstne(argv: Sequence[str]) -> int:
 
 
 def _carry_out(command: flags.Command, devices: flags.Devices) -> int:
-    """Does what a command says and returns the exit status."""
+    """Runs a parsed command and returns its exit status."""
     with _importing():
-        # A plan may pretend to have other devices; several processes join first.
+        # A plan may simulate devices, and several processes must join before the device starts.
         runs = isinstance(command, flags.Compilation) and not isinstance(
             command, flags.Plan
         )
-        # The processes that make parts need the devices.
+        # With --parts, child processes need the devices.
         runs = runs and getattr(command, "parts", None) is None
         if runs and not devices.several:
             _start_device()
@@ -222,7 +223,7 @@ def _carry_out(command: flags.Command, devices: flags.Devices) -> int:
         stack.enter_context(_programs(command, devices))
         advice = functools.partial(_what_next, command)
         stack.enter_context(interrupts.noted(advice))
-        if not isinstance(command, flags.Serve):  # it writes lines of JSON
+        if not isinstance(command, flags.Serve):  # a service writes JSON
             stack.enter_context(compiling.told_if_long(_say_compiling))
         if isinstance(command, flags.Serve) and _is_run(command.model):
             from sparsejax.cli import commands
@@ -233,24 +234,24 @@ def _carry_out(command: flags.Command, devices: flags.Devices) -> int:
 
 
 def _is_run(path: str) -> bool:
-    """Whether this is the folder of a run."""
+    """Whether a path is the folder of a run."""
     return os.path.isfile(os.path.join(path, "run.json"))
 
 
 def _function_of(kind: type) -> str:
-    """The name of the function that carries out a command: export_triton of ExportTriton."""
+    """The name of the function that runs a command: export_triton for ExportTriton."""
     return re.sub(r"\B(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def _start_device() -> None:
-    """Starts the device in another thread, while modules are imported.
+    """Initializes the device in another thread, while modules are imported.
 
-    A GPU takes .3 s, and its compiler's first program .1 s.
+    Initializing a GPU takes .3 s, and its compiler's first program .1 s.
     """
     import jax
 
     def start():
-        with contextlib.suppress(Exception):  # the first computation raises it again
+        with contextlib.suppress(Exception):  # raised again by the first computation
             jax.devices()
             from sparsejax.mesh.xla_options import gpu_options
 
@@ -261,22 +262,22 @@ def _start_device() -> None:
 
 @contextlib.contextmanager
 def _importing() -> Generator[None]:
-    """Speeds up imports while this context is open: they take two thirds of the time.
+    """While this context is open, imports take a third of their usual time.
 
-    What they make lives until the end. Python's collector would look through it again
-    and again, and once more at the end.
+    Imported objects live until the end. Python's garbage collector would scan them again and
+    again, and once more at the end.
     """
     gc.disable()
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # once in a process: it keeps garbage, too
+        if not gc.get_freeze_count():  # once per process, as it also keeps garbage
             gc.freeze()
         gc.enable()
 
 
 def _check_network(command: flags.Train | flags.Tune | flags.Plan) -> None:
-    """Raises ValueError where a file, a run or a model, and flags describe the network."""
+    """Raises ValueError if flags and also a file, a run or a model describe the network."""
     model, config = command.model, getattr(command, "config", None)
     origin = getattr(command, "origin", None)
     if origin is not None:
@@ -295,7 +296,7 @@ def _check_network(command: flags.Train | flags.Tune | flags.Plan) -> None:
 
 
 def _check_given(command: flags.Train | flags.Tune | flags.Plan, kind: str) -> None:
-    """Raises ValueError where flags describe a model of another kind."""
+    """Raises ValueError if flags describe a model of another kind."""
     for options in _OPTIONS:
         of = options.describes
         for name, flag in shell.flag_names(options).items():
@@ -348,7 +349,7 @@ def _programs(
     command: flags.Command, devices: flags.Devices
 ) -> contextlib.AbstractContextManager[None]:
     """Keeps programs that are compiled in this context for later commands, if `command` says so."""
-    # Processes that find different programs would wait for each other's compiler.
+    # Processes with different cached programs would wait for each other's compiler.
     keeps = isinstance(command, flags.Compilation) and command.compilation_cache
     if not keeps or devices.several:
         return contextlib.nullcontext()
@@ -359,7 +360,10 @@ def _programs(
 
 @contextlib.contextmanager
 def _results_alone() -> Generator[None]:
-    """Lets only Python print to stdout in this context. Gloo, which connects CPUs, would print too."""
+    """While this context is open, only Python prints to stdout.
+
+    Gloo, which connects CPUs, would print, too.
+    """
     before = sys.stdout
     with os.fdopen(os.dup(1), "w") as results:
         os.dup2(2, 1)
@@ -378,18 +382,21 @@ def _one_line_warnings(command: flags.Command | None) -> Generator[None]:
         _say(f"warning: {_message(message, command)}")
 
     with warnings.catch_warnings():
-        # Show each warning, not only the first from each place in the code.
+        # Shows each warning, not only the first from each place in the code.
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = show
         hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        try:  # an "Exception ignored" that Python would print changes no result
+        try:  # hides "Exception ignored" messages
             yield
         finally:
             sys.unraisablehook = hook
 
 
 def _failed(error: BaseException, command: flags.Command | None) -> int:
-    """Says why a command failed and returns its exit status. Raises a bug again."""
+    """Reports why a command failed and returns its exit status.
+
+    Raises the error again if it is a bug.
+    """
     from sparsejax.mesh import processes
 
     ending.wait_if_leaving()
@@ -398,8 +405,8 @@ def _failed(error: BaseException, command: flags.Command | None) -> int:
         after = _what_next(command)
         ending.say_once(lambda: _say(f"interrupted{after}"))
         status = interrupts.status()
-    elif isinstance(error, BrokenPipeError):  # nobody reads the output any more
-        # At exit Python flushes stdout once more.
+    elif isinstance(error, BrokenPipeError):  # the reader of the output is gone
+        # Python flushes stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif processes.is_lost_peer(error):
         _say(f"error: {_message(error, command)}")
@@ -415,7 +422,7 @@ def _failed(error: BaseException, command: flags.Command | None) -> int:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether an interrupt led to an error, which a library may have made of it."""
+    """Whether an error was caused by an interrupt, which a library may have converted."""
     while error is not None:
         if "KeyboardInterrupt" in (type(error).__name__, *str(error).split()):
             return True
@@ -441,16 +448,16 @@ def _what_next(command: flags.Command | None) -> str:
 
 
 def _is_for_users(error: BaseException) -> bool:
-    """Whether the message helps; any other error is a bug, which needs its traceback."""
+    """Whether the message helps a user; any other error is a bug, which needs its traceback."""
     kinds = (ValueError, OSError, ArithmeticError, MemoryError, NotImplementedError)
     if isinstance(error, ImportError) and "pip install" in str(error):
-        return True  # of a package that only some commands need
-    # JAX has no error class for a network or a batch that does not fit in memory.
+        return True  # an optional package
+    # JAX has no error class for lack of memory.
     return isinstance(error, kinds) or "Out of memory" in str(error)
 
 
 def _message(error: BaseException | str, command: flags.Command | None) -> str:
-    """The text of an error or a warning, on one line and in the command's words."""
+    """The text of an error or a warning, on one line and with flags in place of arguments."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno == errno.EBADF:

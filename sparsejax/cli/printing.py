@@ -16,7 +16,7 @@ from sparsejax.runs.report import means_over
 
 
 def print_summary(account: str, model: nnx.Module) -> None:
-    """Prints to stderr how large the data and the model are."""
+    """Prints the sizes of the data and of the model to stderr."""
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     parameters = sum(leaf.size for leaf in leaves)
     print(f"{account}, {parameters:,} parameters", file=sys.stderr)
@@ -28,7 +28,7 @@ def print_summary(account: str, model: nnx.Module) -> None:
 
 
 def print_epoch(num_epochs: int, step: int, entry: Mapping[str, float]) -> None:
-    """Prints to stderr how an epoch went, above the progress bar; `fit` calls it."""
+    """Prints the results of an epoch to stderr, above the progress bar; `fit` calls it."""
     chosen = ("recall@", "ndcg@", "auc", "log_loss")
     shown = [name for name in entry if name.startswith(chosen)]
     metrics = "".join(f"  {name} {entry[name]:.4f}" for name in shown)
@@ -40,7 +40,7 @@ def print_epoch(num_epochs: int, step: int, entry: Mapping[str, float]) -> None:
 
 
 def print_file(step: int, entry: Mapping[str, float]) -> None:
-    """Prints to stderr how the training on a file went that had appeared."""
+    """Prints the results of the training on a new file to stderr."""
     print(
         f"file {entry['epoch']:,.0f}  step {step:,}  loss {entry['loss']:.5g}  "
         f"{entry['examples_per_second']:,.0f} examples/s  "
@@ -50,16 +50,16 @@ def print_file(step: int, entry: Mapping[str, float]) -> None:
 
 
 class TimeLeft:
-    """Says once, after the second epoch, how long the others will take.
+    """Reports once, after the second epoch, how long the remaining epochs will take.
 
-    The first epoch also waits for the compiler, so it says nothing of them.
+    The first epoch includes compilation, so its duration is not used.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._ends = clock, []
 
     def epoch_ended(self, epoch: int, num_epochs: int) -> None:
-        """Prints to stderr if the epochs that are left take a minute or more."""
+        """Prints a line to stderr if the remaining epochs take a minute or more."""
         self._ends.append(self._clock())
         if len(self._ends) != 2:
             return
@@ -72,7 +72,7 @@ class TimeLeft:
 def print_metrics(measured: Mapping[str, float]) -> None:
     """Prints a table of metrics: of the model, and of each baseline that was measured."""
     names = [name for name in measured if f"popularity_{name}" in measured]
-    if not names:  # of clicks
+    if not names:  # clicks
         width = max(map(len, measured))
         for name, value in measured.items():
             print(f"{name:{width}}  {value:>10,.6g}")

@@ -1,4 +1,4 @@
-"""Files that flags name."""
+"""Reads the files that flags name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sparsejax.options.reading import Reading
 
 
 def content_of(command: Modelled) -> ItemFeatures | str | None:
-    """The content of items that a command names: its file, or what is read by its flags.
+    """The item content for a command: the name of its file, or the content read by its flags.
 
     Raises:
-      ValueError: there are flags about content, and there is no content.
+      ValueError: flags describe content, but no content is given.
     """
     options: dict[str, Any] = {
         "columns": command.content_columns,
@@ -40,7 +40,9 @@ def content_of(command: Modelled) -> ItemFeatures | str | None:
 
 
 def users_of(command: Train | Plan | Split) -> UserFeatures | str | None:
-    """The columns of users that a command names: their file, or what is read by its schema."""
+    """The user columns for a command: the name of their file, or the columns read by its
+    schema.
+    """
     if command.user_schema is None or command.user_features is None:
         return command.user_features
     schema = codec.load(command.user_schema, EventSchema.from_json)
@@ -49,6 +51,6 @@ def users_of(command: Train | Plan | Split) -> UserFeatures | str | None:
 
 
 def read_features(path: str) -> Features:
-    """The features of a file, to read others against."""
+    """Reads the features in a file, to read other files with this vocabulary."""
     folder = DataFolder.find(path)
     return read(path) if folder is None else folder.vocabulary()

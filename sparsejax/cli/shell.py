@@ -1,4 +1,4 @@
-"""The command line of a verb: flags that are made of its options, for tyro."""
+"""The command line of a verb: flags made from its options, for tyro."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sparsejax.options.option import Flag, Options, choices_of, flags_of, texts_
 
 
 def numbers_of(text: str) -> int | tuple[int, ...]:
-    """The whole number, or the numbers with commas between.
+    """Parses an integer, or several integers separated by commas.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the text is something else.
     """
     try:
         found = tuple(int(part) for part in text.split(","))
@@ -34,26 +34,26 @@ def numbers_of(text: str) -> int | tuple[int, ...]:
 
 
 def names_of(text: str) -> list[str]:
-    """The names in a file, one a line; or names with commas between.
+    """Reads the names in a file, one per line; or splits names at commas.
 
     Raises:
-      ValueError: it looks like a file, and there is none.
+      ValueError: the text looks like a file name, but the file does not exist.
     """
     from sparsejax.data.files.opening import lines_of
 
     if os.path.isfile(text):
         return lines_of(text)
-    # A name that is no item has no effect, so a mistyped file must not be taken for one.
+    # Unknown names are ignored, so a mistyped file name must not be taken for a name.
     if re.search(r"\.(txt|csv|tsv|list)$", text):
         raise ValueError(f"{text}: there is no such file")
     return text.split(",")
 
 
 def values_of(text: str) -> dict[str, str]:
-    """Texts by name, `hour=9,device=phone`.
+    """Parses texts by name, such as `hour=9,device=phone`.
 
     Raises:
-      ValueError: one has no name, or a name comes twice.
+      ValueError: a text has no name, or a name is repeated.
     """
     parts = [part.partition("=") for part in text.split(",")]
     found = {name: value for name, sign, value in parts if name and sign}
@@ -63,10 +63,10 @@ def values_of(text: str) -> dict[str, str]:
 
 
 def weights_of(text: str) -> dict[str, float] | str:
-    """Numbers by name, `view=.1,purchase=1`; or the text, if it has no such sign.
+    """Parses numbers by name, such as `view=.1,purchase=1`; returns a text without "=" unchanged.
 
     Raises:
-      ValueError: one is no number or has no name, or a name comes twice.
+      ValueError: a value is not a number or has no name, or a name is repeated.
     """
     if "=" not in text:
         return text
@@ -78,7 +78,7 @@ def weights_of(text: str) -> dict[str, float] | str:
         ) from None
 
 
-# Readers of values that are lists, by `Flag.read`.
+# Functions that parse values, by `Flag.read`.
 _READERS = {
     "names": names_of,
     "numbers": numbers_of,
@@ -91,7 +91,7 @@ _READERS = {
 def parser_of(command: type[Options]) -> type:
     """A dataclass for tyro, with a field for each flag of a command.
 
-    Options that stand under a heading are in a dataclass of their own inside.
+    Options under a heading are in a nested dataclass.
     """
     groups = {"": []}
     for option, flag in all_flags(command):
@@ -100,7 +100,7 @@ def parser_of(command: type[Options]) -> type:
         groups.setdefault(vars(of).get("heading", ""), []).append((field, of))
     own = list(inspect.get_annotations(command))
     fields = [field for field, _ in groups.pop("")]
-    # Positional arguments are in the order in which the command itself has them.
+    # Positional arguments have the order of the command's own class.
     fields.sort(key=lambda field: own.index(field[0]) if field[0] in own else len(own))
     for heading, members in groups.items():
         of = members[0][1]
@@ -111,19 +111,19 @@ def parser_of(command: type[Options]) -> type:
 
 
 def name_of(command: type[Options]) -> type:
-    """A dataclass in place of `parser_of`, for a command that is not the one that is named."""
+    """A placeholder for `parser_of`, for commands that the command line does not name."""
     return _dataclass(command, [])
 
 
 def all_flags(command: type[Options]) -> Iterator[tuple[dataclasses.Field[Any], Flag]]:
-    """The flags of a command, each with its option."""
+    """Iterates over the options of a command with their flags."""
     for option in dataclasses.fields(command):
         for flag in flags_of(option):
             yield option, flag
 
 
 def flag_names(command: type[Options]) -> dict[str, str]:
-    """The flag of each option that has one with a dash.
+    """The flag of each option that is not positional.
 
     >>> flag_names(Export)
     {'k': '--k', 'batch_size': '--batch-size'}
@@ -136,13 +136,13 @@ def flag_names(command: type[Options]) -> dict[str, str]:
 
 
 def given(command: type[Options], argv: Sequence[str]) -> frozenset[str]:
-    """The options of a command whose flags are among the words of a command line.
+    """The names of the options whose flags occur in a command line.
 
     >>> sorted(given(Export, ["run", "out", "--k", "10"]))
     ['k']
     """
     words, flags = _flags_among(argv), [*all_flags(command)]
-    # --no-value is a flag of its own, and says nothing of --value.
+    # --no-value is a separate flag, and does not set --value.
     own = {flag.spelled(option.name) for option, flag in flags}
     return frozenset(
         option.name
@@ -153,19 +153,19 @@ def given(command: type[Options], argv: Sequence[str]) -> frozenset[str]:
 
 
 def _flags_among(argv: Sequence[str]) -> set[str]:
-    """The words of a command line without their values, with dashes in place of underscores."""
+    """The flags in a command line without their values, with dashes in place of underscores."""
     return {word.partition("=")[0].replace("_", "-") for word in argv}
 
 
 def check_lists(command: type[Options], argv: Sequence[str]) -> None:
-    """Raises ValueError where the flag of a list is given twice: the last one alone would count.
+    """Raises ValueError if the flag of a list is given twice, as only the last one would count.
 
     >>> check_lists(Train, ["data", "--dense", "age", "--dense", "price", "--fused"])
     Traceback (most recent call last):
     ...
     ValueError: --dense is given twice: write --dense age price
     """
-    parts: list[list[str]] = [[""]]  # a flag, and the words after it
+    parts: list[list[str]] = [[""]]  # a flag, followed by its words
     for word in argv:
         if word.startswith("--"):
             flag, _, value = word.partition("=")
@@ -175,7 +175,7 @@ def check_lists(command: type[Options], argv: Sequence[str]) -> None:
     for option, flag in all_flags(command):
         word = flag.spelled(option.name)
         type_ = _type(command, option, flag)
-        kinds = (type_, *typing.get_args(type_))  # of a list or None
+        kinds = (type_, *typing.get_args(type_))  # for a list or None
         is_list = any(tuple in (kind, typing.get_origin(kind)) for kind in kinds)
         found = [part[1:] for part in parts if part[0] == word]
         if is_list and not flag.repeated and len(found) > 1:
@@ -184,11 +184,11 @@ def check_lists(command: type[Options], argv: Sequence[str]) -> None:
 
 
 def command_of[C: Options](command: type[C], parsed: Any, argv: Sequence[str]) -> C:
-    """The options that a command line has.
+    """Makes the options of a command from its parsed command line.
 
     Args:
       command: the class of the options.
-      parsed: an object of `parser_of(command)`.
+      parsed: instance of `parser_of(command)`.
       argv: words of the command line, which show which options were given.
 
     Raises:
@@ -223,7 +223,7 @@ def command_of[C: Options](command: type[C], parsed: Any, argv: Sequence[str]) -
 
 
 def words_of(command: Options, names: Collection[str]) -> list[str]:
-    """The words of a command line that state some options, unless they have their defaults."""
+    """The command-line words for some options, without those that have their default values."""
     words: list[str] = []
     for option, flag in all_flags(type(command)):
         value, word = getattr(command, option.name), flag.spelled(option.name)
@@ -240,24 +240,24 @@ def words_of(command: Options, names: Collection[str]) -> list[str]:
 
 
 def _attribute(option: dataclasses.Field[Any], flag: Flag) -> str:
-    """The name of a flag's value in what tyro makes."""
+    """The attribute of a flag's value in the dataclass for tyro."""
     return option.name + "_" * flags_of(option).index(flag)
 
 
 def _field(
     command: type[Options], option: dataclasses.Field[Any], flag: Flag
 ) -> tuple[str, Any, Any]:
-    """The field of a flag, as `make_dataclass` takes it."""
-    # The texts of options speak of arguments; of the others the texts speak of flags.
+    """The field of a flag, in the form that `make_dataclass` takes."""
+    # The texts of options name Python arguments; the help must name flags.
     text = flag.text or in_flags(texts_of(command)[option.name], command)
     type_ = _type(command, option, flag)
     settings: list[Any] = []
-    # A default of Python need not have the type of the flag's value.
+    # A Python default may have another type than the flag's value.
     keeps = flag.type is None or flag.repeated
     default = option.default if keeps else None
     is_needed = option.default is dataclasses.MISSING
     is_list = flag.positional and "tuple" in str(option.type)
-    hint = None  # the default itself
+    hint = None  # shows the default itself
     if flag.default:
         hint = f"(default: {flag.default})"
     elif flag.is_switch or is_list or (default in (None, ()) and not is_needed):
@@ -285,7 +285,7 @@ def _field(
 
 
 def _metavar(flag: Flag, type_: str) -> str | None:
-    """The text for a flag's value, without None; None if tyro finds it."""
+    """The text for a flag's value in help; None if tyro can derive it."""
     if (choices := choices_of(type_)) and not flag.is_switch:
         return f"{{{','.join(choices)}}}"
     return {"int | None": "INT", "float | None": "FLOAT"}.get(type_)
@@ -304,7 +304,7 @@ def _type(command: type[Options], option: dataclasses.Field[Any], flag: Flag) ->
 
 
 def _stated_in(command: type[Options], option: dataclasses.Field[Any]) -> type[Options]:
-    """The class that states an option, which may be above the command."""
+    """The class that defines an option: the command's class or a base class."""
     return [
         c
         for c in command.__mro__
@@ -318,7 +318,7 @@ def _summary(cls: type) -> str:
 
 
 def _dataclass(cls: type, fields: Sequence[tuple[str, Any, Any]]) -> type:
-    """A dataclass of the same name, with the docstring up to the attributes."""
+    """A dataclass with the name of `cls` and its docstring up to the attributes."""
     text = (inspect.getdoc(cls) or "").partition("\nAttributes:\n")[0].strip()
     return dataclasses.make_dataclass(
         cls.__name__,

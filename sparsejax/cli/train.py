@@ -50,11 +50,11 @@ def train(command: flags.Train) -> None:
 
 
 def training_of(command: flags.Train) -> flags.Train:
-    """The training that the flags describe, with the files that some of them name."""
+    """The options of the training, with the content of the files that flags name."""
     config, suited = config_of(command)
     kind = kind_of(config)
     schema = kind.schema(command)
-    if schema is not None:  # which says what separates the columns
+    if schema is not None:  # the schema decides on separators
         command = command.noting(given=command.given - {"delimiter"})
     command.check_kind(kind.name)
     return command.replaced(
@@ -68,7 +68,7 @@ def training_of(command: flags.Train) -> flags.Train:
 
 
 def plan(command: flags.Plan) -> bool:
-    """`sparsejax plan`: whether it fits."""
+    """`sparsejax plan`; returns whether the training fits."""
     data, model = processes.axes_of(command.mesh)
     if command.compile and data * model > 1:
         _pretend_devices(data * model)
@@ -97,7 +97,7 @@ def plan(command: flags.Plan) -> bool:
         from sparsejax.embeddings.planner import plan_embeddings
 
         placed = plan_embeddings(*tables, **how)
-        # It raises where the tables do not fit.
+        # An error was raised before if the tables do not fit.
         text, fits = str(placed), None if placed.memory is None else True
     if fits is None:
         raise ValueError("the device here does not say its memory: pass --memory 141GB")
@@ -112,7 +112,7 @@ def _planned(
     command: flags.Plan,
     how: Mapping[str, Any],
 ) -> planning.Plan:
-    """The memory that a model which ranks items needs, for data of the sizes that flags name."""
+    """The plan of a model that ranks items, for data of the sizes that flags give."""
     for name in ("items", "rows", "entries"):
         if getattr(command, name) is None:
             raise ValueError(f"name the sizes of the data: --{name} is missing")
@@ -140,9 +140,7 @@ def _planned(
 
 
 def config_of(command: flags.Train | flags.Plan) -> tuple[Any, Collection[str]]:
-    """The configuration that a file, a run or the flags describe, and which of its
-    settings the data decides.
-    """
+    """The configuration given by a file, a run or flags, and its settings that data decides."""
     model, origin = command.model, getattr(command, "origin", None)
     suited: Collection[str] = ()
     if command.config is not None:
@@ -170,7 +168,7 @@ def config_of(command: flags.Train | flags.Plan) -> tuple[Any, Collection[str]]:
 def _logging(
     command: flags.Train, new_writer: Callable[..., Any] | None
 ) -> Generator[training.Log]:
-    """A function for `fit` to call after each epoch. It prints and writes the metrics."""
+    """Yields a function to call after each epoch, which prints and writes the metrics."""
     with contextlib.ExitStack() as stack:
         writer, left = None, printing.TimeLeft()
 
@@ -181,7 +179,7 @@ def _logging(
             else:
                 printing.print_epoch(epochs, step, entry)
                 left.epoch_ended(int(entry["epoch"]), epochs)
-            # Not before the first epoch: its folder may be in that of the run.
+            # Made after the first epoch: its folder may be inside that of the run.
             if writer is None and new_writer is not None and processes.is_first():
                 writer = stack.enter_context(new_writer(command.tensorboard))
             if writer is not None:
@@ -192,6 +190,6 @@ def _logging(
 
 
 def _pretend_devices(count: int) -> None:
-    """Makes the CPU appear as this many devices, unless JAX has been used already."""
+    """Makes JAX show the CPU as this many devices, unless JAX has been used already."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)

@@ -2,9 +2,7 @@
 
 ::
 
-    trials.log        every trial, as Optuna writes it; a tuning goes on from there
-    network.json      the network of the best trial, for `sparsejax train --config`
-    trial-17/         the run of the best trial
+    trials.log        Optuna's log of all trials, from which a tuning continues
 
 Only the validation part of the data decides. No other held-out data is read.
 """
@@ -45,11 +43,11 @@ from sparsejax.whole_files import whole_text_file
 
 _TRIALS, _NETWORK = "trials.log", "network.json"
 _LEARNING_RATES = Range(2e-4, 1e-2, log=True)
-# Trials that are not pruned, and that are drawn without a look at those before.
+# Number of first trials, which are not pruned, and whose settings are drawn at random.
 _FIRST_TRIALS = 5
 # Epochs before which no trial is pruned.
 _FIRST_EPOCHS = 3
-# Flags of the command that trains with the best settings. A file has the network.
+# Flags to repeat in the printed training command. The network is in a file.
 _REPEATED = {
     name
     for options in (Stepping, Content, Reading, Clicks)
@@ -61,11 +59,11 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class _Enough(Exception):
-    """A trial has ended: it does not get better, or the time is over."""
+    """Raised to end a trial that does not improve, or when the time is over."""
 
 
 class _Tuning(NamedTuple):
-    """The settings of all trials.
+    """The facts that all trials share.
 
     Attributes:
       command: the options of `tune`.
@@ -86,7 +84,7 @@ class _Tuning(NamedTuple):
 
     @property
     def metric(self) -> str:
-        """The metric that decides."""
+        """The name of the metric by which trials are compared."""
         name = self.kind.metric(self.command.k, self.source.data)
         if is_loss(name):
             raise ValueError(
@@ -96,7 +94,7 @@ class _Tuning(NamedTuple):
         return name
 
     def with_chosen(self, chosen: Mapping[str, Any]) -> tuple[flags.Train, Any]:
-        """The training and the network with some values of the settings that are tuned."""
+        """The training and the network with the given values of the tuned settings."""
         tuned = dict(chosen)
         learning_rate = tuned.pop("learning_rate")
         return _training(self.command, learning_rate), self.kind.with_tuned(
@@ -128,7 +126,7 @@ def tune(command: flags.Tune) -> None:
     command.run.mkdir(parents=True, exist_ok=True)
     keeps = command.compilation_cache
     linear_part = training.linear_part_of(settings, source, keep=keeps)
-    if linear_part is not None:  # it does not depend on what is tuned
+    if linear_part is not None:  # it is equal for all trials
         linear_part = functools.cache(linear_part)
 
     with processes.alone_in(command.run):
@@ -143,7 +141,7 @@ def tune(command: flags.Tune) -> None:
                 state, score, why = _trained(
                     optuna, trial, tuning, chosen, deadline, linear_part
                 )
-            except Exception:  # who repeats the command must not meet it again
+            except Exception:  # a repeated tuning must not draw it again
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
                 raise
             study.tell(trial, score if state is None else None, state=state)
@@ -153,7 +151,7 @@ def tune(command: flags.Tune) -> None:
                 f"trial {trial.number}: {tuning.metric} {score:.4f}, {took}{why}: {said}",
                 file=sys.stderr,
             )
-            # Each trial has programs of its own.
+            # Each trial compiles its own programs.
             jax.clear_caches()
         _finish(study, tuning)
 
@@ -166,10 +164,10 @@ def _seconds(text: str) -> float:
 
 
 def _opened(optuna: Any, tuning: _Tuning, settings: Settings) -> Any:
-    """The study of the folder. Trials that were interrupted are put first again.
+    """Opens the study in a folder. Interrupted trials are queued to run first.
 
     Raises:
-      ValueError: the folder holds something else, or a tuning with other settings.
+      ValueError: the folder has other files, or a tuning with other settings.
     """
     command = tuning.command
     path = command.run / _TRIALS
@@ -178,7 +176,7 @@ def _opened(optuna: Any, tuning: _Tuning, settings: Settings) -> Any:
         raise ValueError(
             f"{command.run}: does not hold a tuning, but {min(others)}; name a new folder"
         )
-    # A process that was killed may leave half a line, and Optuna's lock. We have our own.
+    # A killed process may leave half a line, and Optuna's lock. We use our own lock.
     if path.exists():
         whole = path.read_bytes()
         with path.open("r+b") as file:
@@ -212,12 +210,12 @@ def _opened(optuna: Any, tuning: _Tuning, settings: Settings) -> Any:
     waiting = [_asked(trial) for trial in trials if trial.state == states.WAITING]
     for trial in trials:
         if trial.state == states.RUNNING:
-            # In this order: a kill between the two must not lose the trial. If there was
-            # one, it waits already.
+            # In this order, so that a kill between both steps does not lose the trial. If there
+            # was one, the trial is already queued.
             if _asked(trial) not in waiting:
                 study.enqueue_trial(_asked(trial))
             study.tell(trial.number, state=states.FAIL)
-    # Another seed than before, or the same settings would be drawn again.
+    # Another seed than before, as otherwise the same settings would be drawn again.
     seed = command.seed + len(trials)
     study.sampler = optuna.samplers.TPESampler(
         n_startup_trials=_FIRST_TRIALS, seed=seed
@@ -228,12 +226,12 @@ def _opened(optuna: Any, tuning: _Tuning, settings: Settings) -> Any:
 
 
 def _asked(trial: Any) -> dict[str, Any]:
-    """The settings of a trial, also those that it was given and has not drawn yet."""
+    """The settings of a trial, including queued ones that it has not drawn yet."""
     return trial.system_attrs.get("fixed_params", {}) | trial.params
 
 
 def _num_done(study: Any) -> int:
-    """Number of trials that have ended, and were not interrupted."""
+    """Number of trials that have ended without an interruption."""
     trials = study.get_trials(deepcopy=False)
     return sum(trial.state.name in ("COMPLETE", "PRUNED") for trial in trials)
 
@@ -254,12 +252,12 @@ def _choice(trial: Any, tuning: _Tuning) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    """Three digits are enough, and can be read."""
+    """Rounds a number to three digits, for readability."""
     return value if isinstance(value, int) else float(f"{value:.3g}")
 
 
 def _training(command: flags.Tune, learning_rate: float) -> flags.Train:
-    """The training with a learning rate. Its files are not read, and it has no network."""
+    """The options of a training with this learning rate, without its files and its network."""
     training = command.as_type(flags.Train, directory=command.run)
     return training.replaced(learning_rate=learning_rate)
 
@@ -275,8 +273,8 @@ def _trained(
     """Trains with the settings of a trial.
 
     Returns:
-      Its state, None for a complete one; the score of the epoch that `train` keeps; and why
-      it ended, to be printed.
+      The state of the trial, None if it is complete; the score of the epoch that `train` keeps;
+      and the reason for its end, to be printed.
     """
     source = tuning.source
     command, network = tuning.with_chosen(chosen)
@@ -287,7 +285,8 @@ def _trained(
         nonlocal best, best_epoch
         score, epoch = entry[tuning.metric], int(entry["epoch"])
         trial.report(score, epoch)
-        # Without --patience the run of the best trial keeps its last epoch, so that one counts.
+        # Without --patience the run of the best trial keeps its last epoch, so the last score
+        # counts.
         if command.patience is None or score > best:
             best, best_epoch = score, epoch
             trial.set_user_attr("epoch", epoch)
@@ -358,7 +357,9 @@ def _finish(study: Any, tuning: _Tuning) -> None:
 
 
 def interval(tuning: _Tuning, folder: pathlib.Path, trials: Sequence[Any]) -> str:
-    """The line about the luck in the best trial: which rows were held out is chance."""
+    """A line with the interval of the best trial's metric, as it depends on which rows were
+    held out.
+    """
     metric, k = tuning.metric, tuning.command.k
     model = Folder.of(folder).validated_model()
     measured = tuning.kind.validated(model, tuning.source, k)

@@ -6,11 +6,11 @@ import re
 
 from sparsejax.options.option import Options, flags_of
 
-# Arguments of functions that go by another name than the options of commands.
+# Arguments of functions whose options have other names in commands.
 _ELSEWHERE = {"exclude=None": "exclude_seen=False"}
-# Words of messages that are axes of the mesh.
+# Words in messages that are axes of the mesh, not arguments.
 _AXES = "data", "model"
-# Advice of messages in Python, and the same in a shell.
+# Advice in messages for Python, and its replacement for a shell.
 _ADVICE = {
     "train model='dlrm'": "train --model dlrm",
     "say what the model gets: DenseColumn(missing=0.0)": (
@@ -22,24 +22,24 @@ _ADVICE = {
         "its parts (on the command line: split --by time, or split --histories)"
     ): "use split --by time, or split --by last --histories, whose parts train takes, too",
 }
-# The same where a part of the data is held out for validation, which may be a split's part.
+# Replacements if a part of the data is held out for validation, possibly as a split.
 _OF_VALIDATION = (
     "split DATA itself once more, split DATA --by time --fraction .9 --out DIR: train on "
     "DIR/train.parquet, and give --validation DIR/heldout.parquet"
 )
-# Names and paths in a message are the user's, whatever words they contain.
+# Names and paths in a message are given by the user, and not replaced.
 _OF_THE_USER = r"""(?<!\w)'[^']*'|(?<!\w)"[^"]*"|[^\s'"]*/[^\s'"]*"""
 
 
 def in_flags(text: str, command: type[Options] | None) -> str:
-    """A message in which Python's arguments are the flags of a command.
+    """Replaces the Python arguments in a message by the flags of a command.
 
     For `export`, "batch_size=0 must be positive" is "--batch-size 0 must be positive".
 
     Args:
-      text: a message. It may hold arguments as `name=value`, `name=True`, `name=...`, or by
-        name alone where the name has an underscore, which no other word has.
-      command: the command that has these flags, or None.
+      text: message. It may contain arguments as `name=value`, `name=True` or `name=...`; or a name
+          alone if it contains an underscore, as no other word does.
+      command: command whose flags are used, or None.
     """
     if command is None:
         return text
@@ -69,7 +69,7 @@ def in_flags(text: str, command: type[Options] | None) -> str:
 
 @functools.cache
 def _spelled(command: type[Options]) -> dict[str, str]:
-    """The flags of a command by the arguments of Python; of some also by their values."""
+    """The flags of a command by Python argument, or by argument and value."""
     found: dict[str, str] = {}
     for option in dataclasses.fields(command):
         for flag in flags_of(option):
