@@ -32,10 +32,10 @@ _EXCHANGE = "wire_dtype", "exchange_room"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableSettings:
-    """The settings of the tables of a collection that its compiled programs depend on.
+    """Settings of a collection's tables that its compiled programs depend on.
 
-    `EmbeddingCollection(...).settings` has them: for `fit` and loops of your own. A plan gives
-    them to the collection, and checkpoints of `fit` contain those of the exchange.
+    They are `EmbeddingCollection(...).settings`, for `fit` and custom loops. A plan passes them to
+    the collection, and checkpoints of `fit` contain the settings of the exchange.
 
     >>> tables = {"item": TableConfig(1000, 8)}
     >>> embeddings = EmbeddingCollection(tables, {"item": "item"}, rngs=nnx.Rngs(0))
@@ -43,15 +43,15 @@ class TableSettings:
     {'wire_dtype': None, 'exchange_room': 2.0}
 
     Attributes:
-      tables: the configurations by name: their capacity, where their rows are, and placements.
+      tables: configurations by name, with the capacity, location and placement of each table.
       placements: placements of tables whose configuration has none.
-      hotness: ids of an example, by feature; one for each bag by default.
-      wire_dtype: dtype of sums and gradients that cross between devices; None for that of
-        each table.
-      exchange_room: places for ids of each pair of devices, as a multiple of an even share;
-        None for the default of `sparsejax.mesh.exchange.places`.
-      distinct: how many rows of each table the examples of a device have ids of; None if that
-        is not known.
+      hotness: number of ids in an example, by feature; by default one for each bag.
+      wire_dtype: dtype in which sums and gradients are sent between devices; None for the dtype of
+          each table.
+      exchange_room: capacity for ids of each pair of devices, as a multiple of an even share; None
+          for the default of `sparsejax.mesh.exchange.places`.
+      distinct: number of distinct rows of each table that the examples of a device read; None if
+          unknown.
     """
 
     tables: tuple[tuple[str, TableConfig], ...]
@@ -77,7 +77,7 @@ class TableSettings:
         plan: EmbeddingPlan | Mapping[str, Placement] | None,
         **exchange: Any,
     ) -> TableSettings:
-        """The settings of a new collection; those of the exchange go before its plan."""
+        """The settings of a new collection; given exchange settings override those of its plan."""
         if isinstance(plan, EmbeddingPlan):
             return plan.settings(tables).replaced(**exchange)
         if plan is None or isinstance(plan, Mapping):
@@ -90,12 +90,12 @@ class TableSettings:
         )
 
     def replaced(self, **settings: Any) -> TableSettings:
-        """The settings with those that are given, and are not None, in place of theirs."""
+        """A copy with the given settings replaced, except those that are None."""
         given = {name: value for name, value in settings.items() if value is not None}
         return dataclasses.replace(self, **given)
 
     def stacks(self, features: Mapping[str, FeatureConfig]) -> tuple[Stack, ...]:
-        """The stacks of the tables, see `stack_tables`."""
+        """Groups the tables into stacks, see `stack_tables`."""
         given = dict(self.tables), features, dict(self.placements), dict(self.hotness)
         return stack_tables(*given)
 
@@ -112,15 +112,15 @@ class PlannedTable:
 
     Attributes:
       name: name of the table.
-      num_rows: number of its rows.
-      dim: numbers in a row.
-      placement: how it is placed on a mesh.
-      why: the reason, in words.
-      memory: bytes of its rows and their state, counted once; for a dynamic table with its
-        index.
+      num_rows: number of rows.
+      dim: number of numbers in a row.
+      placement: placement on the mesh.
+      why: reason for the placement, in words.
+      memory: bytes of its rows and their state, counted once; for a dynamic table including its
+          index.
       entries: number of ids in a batch.
-      sent: its part of the bytes that each device sends in a step.
-      host: bytes of `memory` that are in the memory of the host.
+      sent: bytes that each device sends in a step for this table.
+      host: bytes of `memory` that are in host memory.
     """
 
     name: str
@@ -136,14 +136,14 @@ class PlannedTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedDevice:
-    """The figures of a device along "model" in a plan. Those along "data" are alike.
+    """The figures of a device along "model" in a plan. Devices along "data" have equal figures.
 
     Attributes:
       tables: bytes of rows.
-      state: bytes of the state of the optimizer.
+      state: bytes of optimizer state.
       temporary: bytes of the arrays of a step: ids, sums, and gradients of bags and of rows.
-      entries: ids whose rows it reads.
-      work: bytes of these rows.
+      entries: number of ids whose rows it reads.
+      work: bytes of the rows that it reads.
       sent: bytes that it sends in a step: ids, sums and gradients.
     """
 
@@ -156,15 +156,16 @@ class PlannedDevice:
 
     @property
     def total(self) -> int:
-        """Bytes of memory."""
+        """Total bytes of memory."""
         return self.tables + self.state + self.temporary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingPlan:
-    """Where tables lie on a mesh: `EmbeddingCollection(tables, features, plan=plan)`.
+    """Placements of tables on a mesh, for `EmbeddingCollection(tables, features, plan=plan)`.
 
-    It runs on every mesh, and is best on the one that it was made for. `print(plan)` shows it.
+    It can be used on every mesh, and is best on the mesh that it was made for. `print(plan)` shows
+    it.
 
     >>> tables, sizes = {"item": TableConfig(1_000_000, 16)}, {"batch_size": 64, "model": 4}
     >>> planned = plan_embeddings(tables, {"item": "item"}, **sizes, rule=optimizers.sgd(0.1))
@@ -174,19 +175,19 @@ class EmbeddingPlan:
     True
 
     Attributes:
-      batch_size: examples of a step, on all devices.
+      batch_size: number of examples in a step, on all devices.
       data: size of the mesh axis "data".
       model: size of the mesh axis "model".
-      memory: memory of a device in bytes; None if it is not known.
+      memory: memory of a device in bytes; None if unknown.
       hotness: number of ids in an example, by feature.
-      distinct: number of different rows of each table that the examples of one device read;
-        empty if that is not known.
+      distinct: number of distinct rows of each table that the examples of one device read; empty
+          if unknown.
       tables: figures of each table.
       devices: figures of each device along "model".
-      wire_dtype: dtype of sums and gradients that cross between devices; None for the dtype of
-        each table.
-      exchange_room: places for ids of each pair of devices, as a multiple of an even share;
-        None for the default of `EmbeddingCollection`.
+      wire_dtype: dtype in which sums and gradients are sent between devices; None for the dtype of
+          each table.
+      exchange_room: capacity for ids of each pair of devices, as a multiple of an even share; None
+          for the default of `EmbeddingCollection`.
     """
 
     batch_size: int
@@ -219,7 +220,9 @@ class EmbeddingPlan:
         )
 
     def of_width(self, dim: int) -> EmbeddingPlan:
-        """The plan for tables of the same ids and another width, which are not cut."""
+        """The plan for tables with the same ids and another width, none of which is cut by
+        columns.
+        """
         if all(table.dim == dim for table in self.tables):
             return self
         tables = []
@@ -254,10 +257,10 @@ class EmbeddingPlan:
 
     @classmethod
     def from_json(cls, document: codec.Json) -> EmbeddingPlan:
-        """The plan of a JSON object, which `to_json` has made.
+        """Reads a plan from a JSON object that `to_json` made.
 
         Raises:
-          ValueError: it is no plan, or of another version.
+          ValueError: the object is not a plan, or has another version.
         """
         if not isinstance(document, dict) or "version" not in document:
             raise ValueError(
@@ -271,7 +274,7 @@ class EmbeddingPlan:
         return plan
 
     def _problem(self) -> str:
-        """The fault that makes the plan impossible, or ""."""
+        """A message if the plan is impossible, else ""."""
         for name in ("batch_size", "data", "model"):
             if not 1 <= getattr(self, name) < 2**31:
                 return f'"{name}" must be in [1, 2^31), got {getattr(self, name)}'
@@ -327,14 +330,14 @@ class EmbeddingPlan:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with the cells below each other."""
+    """Aligns the cells of rows; returns a line for each row."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     pairs = (zip(row, widths, strict=True) for row in rows)
     return ["  ".join(cell.ljust(n) for cell, n in row).rstrip() for row in pairs]
 
 
 def _kind(placement: TablePlacement) -> str:
-    """The kind, with the number of pieces, if there are several."""
+    """The name of the placement, with the number of pieces if there are several."""
     pieces = len(placement.ranges)
     return f"{placement.kind} / {pieces}" if pieces > 1 else placement.kind
 

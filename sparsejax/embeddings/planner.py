@@ -1,4 +1,4 @@
-"""Where the tables of a collection should lie on a mesh, and what that costs."""
+"""Chooses the placement of a collection's tables on a mesh, and estimates its costs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from sparsejax.mesh import exchange
 from sparsejax.mesh.layout import check_axis_sizes, device_memory, readable_bytes
 from sparsejax.optimizers.rules import Rule
 
-# Bytes of the numbers that sorts and gathers of ids make for each of them.
+# Bytes for each id in arrays made by sorts and gathers.
 _ENTRY = 48
 
-# Ids of Zipf's law that are counted one by one.
+# Number of ids of Zipf's law that are counted individually.
 _RANKS = 2**16
 
 
@@ -45,7 +45,7 @@ def plan_embeddings(
     wire_dtype: DTypeLike | None = None,
     exchange_room: float | None = None,
 ) -> EmbeddingPlan:
-    """Places the tables of a collection on a mesh. No arrays are made.
+    """Chooses placements of a collection's tables on a mesh. No arrays are made.
 
     >>> tables = {"item": TableConfig(10_000_000, 64), "city": TableConfig(1000, 64)}
     >>> rule = optimizers.rowwise_adagrad(0.02)
@@ -61,32 +61,32 @@ def plan_embeddings(
     whole, or cut by columns, whichever costs the busiest device less. What a step costs is an
     estimate for GPUs of one host, from bytes sent, ids, and bytes of their rows.
 
-    Bytes sent are exact for a program whose batch has room for the ids of `hotness`, as are those
-    of tables and state. Temporary arrays are an estimate, of XLA's form. Layers and the batch
-    itself are not counted.
+    Bytes sent are exact for a program whose batch has capacity for the ids of `hotness`, as are
+    bytes of tables and state. Temporary arrays are estimated for XLA's programs. Layers and the
+    batch itself are not counted.
 
     Args:
       tables: configurations by name. Tables that have a placement keep it.
       features: features by name, as `EmbeddingCollection` takes them.
       batch_size: examples of a step, on all devices.
-      data: devices that repeat the tables.
-      model: devices over which tables are divided.
-      hotness: number of ids in an example that there is room for, by feature. By default 1, and
-        `length` for a feature whose rows stay in order.
-      popularity: how often ids of a feature occur, by feature: how many times each id was
-        counted, `[n]`, or the exponent of Zipf's law. A row that several ids of a batch read
-        then crosses once. By default all ids of a device differ.
+      data: number of devices that replicate the tables.
+      model: number of devices over which tables are divided.
+      hotness: capacity for ids in an example, by feature. By default 1, and `length` for a feature
+          whose ids are kept in order.
+      popularity: frequencies of a feature's ids, by feature: the count of each id, `[n]`, or the
+          exponent of Zipf's law. A row that several ids of a batch read is then sent once. By
+          default all ids of a device are distinct.
       rule: rule of the optimizer.
-      memory: bytes of a device; by default as much as JAX may use of the first device here, if
-        that is known.
-      wire_dtype: dtype in which sums and gradients cross between devices, such as bfloat16;
-        by default that of each table. A collection takes it from the plan.
-      exchange_room: places for ids of each pair of devices, as a multiple of an even share;
-        1.5 by default. A collection takes it from the plan.
+      memory: bytes of memory of a device; by default the memory that JAX may use of the first
+          device here, if known.
+      wire_dtype: dtype in which sums and gradients are sent between devices, such as bfloat16; by
+          default the dtype of each table. A collection takes it from the plan.
+      exchange_room: capacity for ids of each pair of devices, as a multiple of an even share; 1.5
+          by default. A collection takes it from the plan.
 
     Raises:
-      ValueError: the memory does not suffice, the mesh cannot be made or does not divide the
-        batch, or a name is unknown.
+      ValueError: the memory is too small, the mesh cannot be made or does not divide the batch, or
+          a name is unknown.
     """
     check_axis_sizes(data, model)
     if batch_size < 1 or batch_size % (data * model):
@@ -114,8 +114,9 @@ def plan_embeddings(
     problem = Problem(
         dict(tables), configs, hotness, rule, batch_size, data, model, distinct, **wire
     )
-    stack_tables(problem.tables, configs, {})  # raises for widths that cannot be cut
-    kept = memory  # for rows and state
+    # raises an error for widths that cannot be cut
+    stack_tables(problem.tables, configs, {})
+    kept = memory  # memory for rows and state
     for _ in range(2):
         best = search.best(problem, kept)
         placements = {name: p.placement(model) for name, p in best.placed.items()}
@@ -153,7 +154,7 @@ def plan_embeddings(
 def _distinct(
     tables, features, hotness, popularity: Mapping[str, Any], examples: int
 ) -> dict[str, float]:
-    """How many rows of each table so many examples have ids of, on average."""
+    """Average number of distinct rows of each table that `examples` examples read."""
     if not popularity:
         return {}
     rows = dict.fromkeys(tables, 0.0)
@@ -173,19 +174,19 @@ def _distinct(
 def distinct_ids(
     name: str, popularity: float | ArrayLike, num_rows: int, count: float
 ) -> float:
-    """How many of the ids of a feature differ, of so many, on average.
+    """Average number of distinct ids among `count` ids of a feature.
 
     ::
 
         sum over ids i of  1 - (1 - p_i)^count
 
     Raises:
-      ValueError: `popularity` is neither a number nor counts of ids of the table.
+      ValueError: `popularity` is neither a number nor a count for each id of the table.
     """
     given = np.asarray(popularity, np.float64)
     sound = np.isfinite(given).all() and (given >= 0).all()
     if given.ndim == 0 and sound:
-        # Ranks beyond the first 65,536 in groups, whose ids occur alike.
+        # Ranks beyond the first 65,536 are grouped; the ids of a group have equal frequencies.
         edges = np.arange(1, min(num_rows, _RANKS) + 2, dtype=np.float64)
         if num_rows > _RANKS:
             more = np.geomspace(_RANKS + 1, num_rows + 1, _RANKS // 16)
@@ -204,7 +205,7 @@ def distinct_ids(
 
 
 class _Figures(NamedTuple):
-    """The figures of the stacks that a collection makes.
+    """The figures of a collection's stacks.
 
     Attributes:
       devices: figures of each device along "model".
@@ -270,18 +271,20 @@ def _figures(problem: Problem, stacks: Sequence[Stack]) -> _Figures:
 
 
 def _temporary(problem: Problem, stack: Stack, ids: float, sent: exchange.Sent) -> int:
-    """Bytes of the arrays that a step makes for a stack.
+    """Bytes of temporary arrays of a step for a stack.
 
     They are those of a step in which all devices gather all ids, see `exchange`: the program
-    keeps room for it. Our GPU programs do without the sums of the gradients by row.
+    reserves memory for this case. Our GPU programs need no sums of gradients by row.
     """
     row, devices = stack.dim * 4, problem.data * problem.model  # sums are in float32
     bags = problem.batch * stack.bags
-    if not stack.divided and devices > 1 and not sent.ids:  # added up as a whole
+    # the whole gradient is summed
+    if not stack.divided and devices > 1 and not sent.ids:
         return 2 * stack.num_rows * row + bags // devices * row
     entries = math.ceil(ids * problem.batch)
     own = stack.kernel_rows // (problem.model if stack.divided else 1)
-    of_bags = bags // problem.data + bags  # of the devices along "model", and of all
+    # bags of the devices along "model", and of all devices
+    of_bags = bags // problem.data + bags
     return (of_bags + min(entries, own)) * row + _ENTRY * entries
 
 

@@ -1,19 +1,19 @@
-"""Rows of a table in fewer bits: int8 and float8 codes, and sums of the rows they stand for.
+"""Rows of a table, quantized to int8 or float8 codes, and sums of such rows.
 
 ::
 
     int8       row = codes scale + offset      scale = (max - min) / 255, offset = min + 128 scale
     float8     row = codes scale               scale = max |row| / 448
 
-Each row has its own scale and offset, in float32. The codes of float8 are e4m3. A number of the
-row is off by at most
+Each row has its own scale and offset, in float32. The codes of float8 are e4m3. The error of a
+number is at most
 
 ::
 
     int8       (max - min) / 510
     float8     max(|number| / 16, max |row| / 458752)
 
-and by float32's rounding.
+plus float32's rounding error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LARGEST = 448.0
 
 
 class RowCodes(NamedTuple):
-    """Rows as codes; arrays of NumPy or JAX.
+    """Quantized rows, as NumPy or JAX arrays.
 
     Attributes:
       codes: `[rows, dim]` int8 or float8_e4m3fn.
@@ -53,7 +53,7 @@ class RowCodes(NamedTuple):
 
 
 def check_table_dtype(table_dtype: str | None) -> None:
-    """Raises ValueError if rows cannot be coded so."""
+    """Raises ValueError if `table_dtype` is not a dtype for quantized rows."""
     if table_dtype is not None and table_dtype not in get_args(TableDtype):
         known = ", ".join(map(repr, get_args(TableDtype)))
         raise ValueError(
@@ -63,20 +63,20 @@ def check_table_dtype(table_dtype: str | None) -> None:
 
 
 def coded_dtypes(kind: TableDtype) -> tuple[np.dtype, ...]:
-    """The dtypes of the arrays of `RowCodes`."""
+    """The dtypes of the arrays in `RowCodes`."""
     numbers = (np.dtype(np.float32),) * (2 if kind == "int8" else 1)
     return (_DTYPES[kind], *numbers)
 
 
 def saves_memory(kind: TableDtype, dim: int, dtype: np.dtype) -> bool:
-    """Whether codes take less memory than the rows: not if rows have few numbers."""
+    """Whether codes take less memory than the rows; not for rows with few numbers."""
     codes, *numbers = coded_dtypes(kind)
     coded = dim * codes.itemsize + sum(d.itemsize for d in numbers)
     return coded < dim * dtype.itemsize
 
 
 def coded(rows: Float[np.ndarray, "rows dim"], kind: TableDtype) -> RowCodes:
-    """The codes of rows.
+    """Quantizes rows.
 
     Raises:
       ValueError: a number is not finite.
@@ -99,18 +99,18 @@ def coded(rows: Float[np.ndarray, "rows dim"], kind: TableDtype) -> RowCodes:
 
 
 def _divided(rows: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """`rows / scale`, and 0 where a scale is 0."""
+    """`rows / scale`, with 0 for rows whose scale is 0."""
     return rows / np.where(scale == 0, np.inf, scale)[:, None].astype(rows.dtype)
 
 
 def summed_codes(x: CSR, rows: RowCodes) -> Float[Array, "batch dim"]:
-    """`gather_matmul(x, w)` in float32 of the rows that codes stand for.
+    """`gather_matmul(x, w)` in float32, where `w` is the dequantized table.
 
-    Only rows that an entry names are read and decoded, `[nse, dim]` of them.
+    Only rows that have an entry are read and dequantized, `[nse, dim]` of them.
 
     Args:
-      x: its entries within the capacity are columns of the table.
-      rows: the table.
+      x: matrix whose entries are all columns of the table.
+      rows: quantized table.
     """
     ids = jnp.asarray(x.indices)
     codes = jnp.asarray(rows.codes)[ids].astype(jnp.float32)
@@ -118,6 +118,6 @@ def summed_codes(x: CSR, rows: RowCodes) -> Float[Array, "batch dim"]:
     decoded = codes * scale
     if rows.offset is not None:
         decoded += jnp.asarray(rows.offset)[ids][:, None]
-    # Each entry has a row of its own now.
+    # Each entry now refers to its own dequantized row.
     by_entry = x.with_indices(jnp.arange(x.nse, dtype=jnp.int32), x.nse)
     return gather_matmul(by_entry, decoded, implementation="xla")

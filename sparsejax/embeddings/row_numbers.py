@@ -1,7 +1,7 @@
-"""Numbers that are kept for each row of a dynamic table, by which rows lose their ids.
+"""Numbers stored for each row of a dynamic table, which serve as eviction policies.
 
-The two built-in ones are kept for every table. Files, checkpoints and changes have each number under
-its name.
+The two built-in numbers are stored for every table. Files, checkpoints and changes store each
+number under its name.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, UInt32
 
-# Nothing is added to the count of an id that has reached this number.
+# A count that has reached this number is not increased.
 MOST_SEEN = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class RowNumber:
-    """A number that is kept for each row: `DynamicTableConfig(..., evict=Mine())`.
+    """A number stored for each row, for `DynamicTableConfig(..., evict=Mine())`.
 
-    Where rows are needed, those with the lowest score lose their ids. A subclass is a frozen
-    dataclass with a `name`. Its methods are traced: they work on arrays, element by element.
+    If rows are needed, those with the lowest score lose their ids. A subclass is a frozen
+    dataclass with a `name`. Its methods are traced, and work on arrays element by element.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class FirstSeen(RowNumber):
@@ -36,29 +36,29 @@ class RowNumber:
     FirstSeen()
 
     Attributes:
-      name: name of the column in files; it differs from those of the table's other numbers.
-      dtype: int32 or float32.
+      name: name of the column in files, different from those of the table's other numbers.
+      dtype: dtype of the number, int32 or float32.
     """
 
     name: ClassVar[str] = ""
     dtype: ClassVar[Any] = jnp.int32
 
     def initial(self, times: Array, now: Array) -> Array:
-        """The number of a new row.
+        """The initial number of a new row.
 
         Args:
-          times: number of times that the batch has the id.
-          now: the clock of `assign_rows`.
+          times: number of occurrences of the id in the batch.
+          now: current time of the clock of `assign_rows`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method initial")
 
     def update(self, value: Array, times: Array, now: Array) -> Array:
-        """The number of a row whose id is in a batch; by default it stays.
+        """The new number of a row whose id is in a batch; by default the old one.
 
         Args:
-          value: the number before.
-          times: number of times that the batch has the id.
-          now: the clock of `assign_rows`.
+          value: old number.
+          times: number of occurrences of the id in the batch.
+          now: current time of the clock of `assign_rows`.
         """
         del times, now
         return value
@@ -69,15 +69,15 @@ class RowNumber:
         return value
 
     def faded(self, value: Array) -> Array:
-        """The number after an eviction in the part of the row; by default it stays."""
+        """The number after an eviction in the row's part; by default it is not changed."""
         return value
 
     def loaded(self, values: np.ndarray | None, count: int) -> np.ndarray:
-        """The numbers of ids from a file, on the host.
+        """Numbers for ids loaded from a file, on the host.
 
         Args:
-          values: the column of the file; None if it has none. Then they are those of ids that
-            were seen once, at 0.
+          values: column of the file; None if it has none. Then the ids get the numbers of ids that
+              were seen once, at time 0.
           count: number of ids.
         """
         if values is not None:
@@ -87,7 +87,7 @@ class RowNumber:
 
     @property
     def fades(self) -> bool:
-        """Whether an eviction changes it, after the update by the batch."""
+        """Whether an eviction changes the number, which happens after the update by the batch."""
         return type(self).faded is not RowNumber.faded
 
     def seen(
@@ -97,24 +97,24 @@ class RowNumber:
         times: Int[Array, "ids"],
         now: jax.Array,
     ) -> jax.Array:
-        """`update` for the ids of a batch, in which one may be several times.
+        """Applies `update` to the rows of a batch's ids, in which an id may be repeated.
 
         Args:
           values: the numbers of all rows.
-          at: the row of each id; behind the last row for ids without one.
-          times: how often each of them counts.
-          now: the clock.
+          at: row of each id; a number beyond the last row for ids without one.
+          times: number of occurrences that each entry stands for.
+          now: current time of the clock.
         """
         total = jnp.zeros(len(values), jnp.int32).at[at].add(times, mode="drop")
         before, often = (a.at[at].get(mode="clip") for a in (values, total))
-        # Entries of one id write the same number.
+        # Entries with equal ids write equal numbers.
         after = self.update(before, often, now).astype(values.dtype)
         return jnp.asarray(values).at[at].set(after, mode="drop")
 
 
 @dataclasses.dataclass(frozen=True)
 class LastSeen(RowNumber):
-    """When the id was last seen."""
+    """The time at which the id was last seen."""
 
     name = "last"
 
@@ -140,13 +140,13 @@ class TimesSeen(RowNumber):
         return value // 2
 
     def loaded(self, values: np.ndarray | None, count: int) -> np.ndarray:
-        # Earlier releases let it wrap: then it is the largest.
+        # In earlier releases it could overflow: a negative count becomes the largest one.
         values = super().loaded(values, count)
         return np.where(values < 0, np.int32(MOST_SEEN), values)
 
     def seen(self, values: Array, at: Array, times: Array, now: jax.Array) -> jax.Array:
-        # A batch has fewer ids than fit above `MOST_SEEN`, so no count wraps. To bound the sums
-        # themselves takes another scatter, half as long again on a GPU.
+        # A batch has fewer ids than fit above `MOST_SEEN`, so counts do not overflow. Limiting the
+        # sums themselves would need another scatter, half as slow again on a GPU.
         values = jnp.asarray(values)
         counts = values.at[at].get(mode="fill", fill_value=0) < MOST_SEEN
         return values.at[at].add(jnp.where(counts, times, 0), mode="drop")
@@ -157,14 +157,14 @@ _POLICIES: dict[str, RowNumber] = {"lru": LastSeen(), "lfu": TimesSeen()}
 
 
 def policy(evict: str | RowNumber | None) -> RowNumber | None:
-    """The number by which rows lose their ids; None if none do."""
+    """The number by which rows are evicted; None if none are."""
     return _POLICIES[evict] if isinstance(evict, str) else evict
 
 
 def ordered(score: Array) -> UInt32[Array, "..."]:
-    """Unsigned numbers in the order of scores, int32 or float32."""
+    """Maps int32 or float32 scores to unsigned integers in the same order."""
     if jnp.issubdtype(score.dtype, jnp.floating):
-        # Bits of negative floats descend. -0 is 0.
+        # The bits of negative floats are in descending order. Adding 0 turns -0 into 0.
         words = lax.bitcast_convert_type(score.astype(jnp.float32) + 0.0, jnp.int32)
         return ordered(jnp.where(words < 0, words ^ np.int32(2**31 - 1), words))
     words = lax.bitcast_convert_type(score.astype(jnp.int32), jnp.uint32)

@@ -1,9 +1,9 @@
 """The search for the best placement of embedding tables.
 
-A step takes as long as the busiest device, which reads and updates rows, and sends ids, sums and
-gradients. The search begins with every table divided by its rows, and with every table whole on
-the device with the least work. From each of the two it goes on, one table at a time, to what costs
-less. The better end is taken.
+A step takes as long as its busiest device, which reads and updates rows, and sends ids, sums and
+gradients. The search starts from two choices: every table divided by rows, and every table whole
+on the device with the least work. From each of them it moves one table at a time to a cheaper
+placement. The better result is used.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from sparsejax.mesh.layout import ROW_MULTIPLE, padded_rows
 from sparsejax.optimizers.rules import Rule
 from sparsejax.sparse import MAX_ENTRIES
 
-# How long an id takes on the device that has its row, and a byte of this row, as bytes that NVLink
-# of an H200 sends meanwhile, 450 GB/s. A lookup, sort and update of 1.7 million ids takes 504 us
-# with rows of 64 bytes, 780 us with rows of 256: "narrow" in benchmarks/results/embedding_times.json.
+# Time for an id on the device with its row, and for a byte of this row, in bytes that NVLink of an
+# H200 sends in this time, 450 GB/s. A lookup, sort and update of 1.7 million ids takes 504 us with
+# rows of 64 bytes, 780 us with rows of 256: "narrow" in benchmarks/results/embedding_times.json.
 _ID, _BYTE = 109, 0.38
 
-# Whole and replicated tables may take so much more memory than rows would: a part of it, bytes.
+# Additional memory that whole and replicated tables may take: a share of the memory of rows, and
+# bytes.
 _SPARE = 0.1, 2**26
 
-# Rows are not cut into narrower pieces.
+# Least width of a piece of a table.
 _NARROWEST = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A collection on a mesh that is planned."""
+    """A collection and a mesh to plan for."""
 
     tables: dict[str, TableConfig]
     features: dict[str, FeatureConfig]
@@ -52,7 +53,7 @@ class Problem:
     exchange_room: float | None = None
 
     def known(self) -> tuple[int, Distinct | None]:
-        """Examples of a device, and of how many rows they have ids."""
+        """Number of examples of a device, and the distinct rows that they read, or None."""
         examples = self.batch // (self.data * self.model)
         if not self.distinct:
             return examples, None
@@ -60,53 +61,53 @@ class Problem:
 
     @functools.cached_property
     def readers(self) -> dict[str, list[str]]:
-        """The features of each table."""
+        """The names of the features that read each table."""
         found: dict[str, list[str]] = {name: [] for name in self.tables}
         for name, config in self.features.items():
             found[config.table].append(name)
         return found
 
     def ids(self, table: str) -> float:
-        """Ids of an example in a table."""
+        """Number of ids of an example in a table."""
         return sum(self.hotness[name] for name in self.readers[table])
 
     def bags(self, table: str) -> int:
-        """Bags of an example in a table."""
+        """Number of bags of an example in a table."""
         return sum(self.features[name].bags for name in self.readers[table])
 
     def is_weighted(self, table: str) -> bool:
-        """Whether ids are exchanged with weights."""
+        """Whether ids of a table are exchanged with weights."""
         combiners = [self.features[name].combiner for name in self.readers[table]]
         return any(combiner in ("mean", "sqrtn") for combiner in combiners)
 
     def state(self, rule: Rule | None, dim: int) -> int:
-        """Bytes of state of a row."""
+        """Bytes of optimizer state for a row."""
         rule = rule or self.rule
         arrays = jax.eval_shape(lambda: rule.init((2, dim)))
         size = sum(4 * math.prod(array.shape[1:]) for array in arrays.values())
-        return size + 4 * rule.decays  # the step of its last update
+        return size + 4 * rule.decays  # number of the row's last step
 
 
 class Placed(NamedTuple):
-    """A choice for a table.
+    """A placement for a table.
 
     Attributes:
       kind: kind of the placement.
-      parts: the device of each piece.
+      parts: number of the device of each piece.
     """
 
     kind: Placement
     parts: tuple[int, ...] = ()
 
     def placement(self, model: int) -> TablePlacement:
-        """The placement on this many devices."""
+        """Converts it to a `TablePlacement` on this many devices."""
         hands = ROW_MULTIPLE // model
         ranges = tuple(Range(part * hands, hands) for part in self.parts)
         return TablePlacement(self.kind, ranges)
 
 
 class Load:
-    """The tables of a stack, added up."""
+    """Sums of the figures of a stack's tables."""
 
     def __init__(
         self, problem: Problem, dim: int, dtype: np.dtype, divided: bool, rule
@@ -115,14 +116,16 @@ class Load:
         self.row = dim * dtype.itemsize
         self.row_and_state = self.row + problem.state(rule, dim)
         self.dtype = dtype
-        # Sums over tables that are divided or replicated, and over those of each device.
+        # Sums over divided or replicated tables, and sums for each device.
         zeros = np.zeros((4, problem.model + 1))
         self.rows, self.ids, self.bags, self.distinct = zeros
         self.weighted = 0
         self._cost: tuple[np.ndarray, float] | None = None
 
     def add(self, name: str, parts: Sequence[int], sign: int) -> None:
-        """A table, in pieces on these devices, or on all; or takes it away."""
+        """Adds a table, in pieces on these devices or on all devices; with `sign` -1 removes
+        it.
+        """
         for part in parts or (-1,):
             self.rows[part] += sign * self.problem.tables[name].num_rows
             self.ids[part] += sign * self.problem.ids(name)
@@ -135,7 +138,7 @@ class Load:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the parameter."""
+        """Number of rows of the parameter."""
         if not self.divided:
             return padded_rows(int(self.rows[-1]))
         hands = ROW_MULTIPLE // self.problem.model
@@ -144,7 +147,7 @@ class Load:
         return padded_rows(slots * ROW_MULTIPLE)
 
     def cost(self) -> tuple[np.ndarray, float]:
-        """The costs of a step for each device, in bytes sent, and bytes of memory."""
+        """The cost of a step on each device, in bytes sent, and the bytes of memory."""
         if self._cost is None:
             problem = self.problem
             if not self.rows.any():
@@ -165,7 +168,7 @@ class Load:
                 replicated_rows=None if self.divided else self.num_rows,
             )
             work = owned * batch * (_ID + self.row * _BYTE)
-            if not self.divided and sent.ids == 0:  # the gradient is added as a whole
+            if not self.divided and sent.ids == 0:  # the whole gradient is summed
                 work += self.num_rows * self.row * _BYTE
             memory = self.num_rows * self.row_and_state
             memory /= problem.model if self.divided else 1
@@ -186,7 +189,7 @@ def sent_for(
     distinct,
     replicated_rows,
 ) -> exchange.Sent:
-    """Bytes that each device sends for a stack. Sizes are those of an example."""
+    """Bytes that each device sends for a stack. Sizes are for one example."""
     if not bags:
         return exchange.Sent(0, 0, 0)
     return exchange.bytes_sent(
@@ -206,17 +209,17 @@ def sent_for(
 
 
 class Choice:
-    """A placement of all tables, and its cost. Each choice changes it."""
+    """A placement of all tables, and its cost, which is updated when a table is moved."""
 
     def __init__(self, problem: Problem, limit: float):
         self.problem, self.limit = problem, limit
         self.placed: dict[str, Placed] = {}
         self.loads: dict[tuple, Load] = {}
-        # Figures of whole tables and pieces on each device: numbers read, and kept.
+        # Numbers read and numbers stored, for whole tables and pieces, on each device.
         self.whole = np.zeros((2, problem.model))
 
     def put(self, name: str, placed: Placed) -> None:
-        """Places a table, also one that is placed already."""
+        """Places a table, or moves it if it was placed before."""
         if name in self.placed:
             self._add(name, self.placed[name], -1)
         self._add(name, placed, 1)
@@ -234,25 +237,25 @@ class Choice:
             self.whole[:, part] += sign * size * dim
 
     def least_busy(self, count: int) -> tuple[int, ...]:
-        """Devices with the least work of whole tables, for this many pieces."""
+        """The `count` devices with the least work for whole tables."""
         order = np.lexsort(self.whole[::-1]).tolist()
         return tuple(order[i % len(order)] for i in range(count))
 
     def costs(self) -> np.ndarray:
-        """The costs of a step for each device."""
+        """The cost of a step on each device."""
         return np.sum([load.cost()[0] for load in self.loads.values()], axis=0)
 
     def memory(self) -> float:
-        """Bytes of memory of each device."""
+        """Bytes of memory that a device needs."""
         return sum(load.cost()[1] for load in self.loads.values())
 
     def cost(self) -> tuple[float, float, float]:
-        """The numbers to make least: what memory lacks, the busiest device, all devices."""
+        """The cost to minimize: missing memory, then the busiest device, then all devices."""
         costs = self.costs()
         return max(0.0, self.memory() - self.limit), costs.max(), costs.sum()
 
     def take_best(self, name: str) -> None:
-        """Moves a table to what costs least; it stays where nothing costs less."""
+        """Moves a table to the cheapest placement; it is not moved if none is cheaper."""
         costs, options = [], [self.placed[name], *_options(self, name)]
         for placed in options:
             self.put(name, placed)
@@ -261,12 +264,12 @@ class Choice:
 
 
 def best(problem: Problem, memory: int | None) -> Choice:
-    """The better one of two choices."""
+    """Finds the better of two choices."""
     kinds: dict[str, Placement] = {}
     for name, table in problem.tables.items():
         if (kind := table.placement or _copied(problem, name)) is not None:
             kinds[name] = kind
-    # The largest work first.
+    # Tables with most work come first.
     names = sorted(
         problem.tables, key=lambda n: -problem.ids(n) * problem.tables[n].dim
     )
@@ -287,7 +290,7 @@ def best(problem: Problem, memory: int | None) -> Choice:
     for kind in ("rows", "table") if problem.model > 1 else ("rows",):
         choice = begun(kind, limit)
         free = [name for name in names if name not in kinds]
-        for name in reversed(free):  # what is read least need not be whole
+        for name in reversed(free):  # tables that are read least need not be whole
             if choice.cost()[0]:
                 choice.take_best(name)
         for name in free * 2:
@@ -297,14 +300,17 @@ def best(problem: Problem, memory: int | None) -> Choice:
 
 
 def _copied(problem: Problem, name: str) -> Literal["replicated"] | None:
-    """ "replicated" if the gradient of all rows is cheaper to add up than ids to exchange."""
+    """ "replicated" if summing the gradient of all rows costs less than exchanging ids, else
+    None.
+    """
     table, entries = problem.tables[name], problem.ids(name) * problem.batch
     if problem.data * problem.model == 1 or not entries:
         return None
     if not exchange.adds_all(padded_rows(table.num_rows), math.floor(entries)):
         return None
     if not problem.distinct:
-        # Alone, all its rows might cross once. Beside tables of any popularity they do not.
+        # Alone, each row of a table might be sent once; this is not so for tables with arbitrary
+        # popularity.
         distinct = dict.fromkeys(problem.tables, float(MAX_ENTRIES))
         problem = dataclasses.replace(problem, distinct=distinct)
     costs = []
@@ -316,11 +322,11 @@ def _copied(problem: Problem, name: str) -> Literal["replicated"] | None:
 
 
 def _options(choice: Choice, name: str) -> list[Placed]:
-    """Where a table of divided rows could be."""
+    """Possible placements of a table whose rows are divided now."""
     found, pieces, dim = [Placed("rows")], 2, choice.problem.tables[name].dim
     if choice.problem.model == 1:
         return found
-    choice.put(name, found[0])  # its own work does not count
+    choice.put(name, found[0])  # removes the work of the table itself
     found.append(Placed("table", choice.least_busy(1)))
     while pieces <= choice.problem.model:
         if dim % pieces == 0 and dim // pieces >= _NARROWEST:

@@ -1,4 +1,4 @@
-"""The last layers of a click model with several labels, which share some of them."""
+"""The last layers of click models with several labels, some of which are shared by labels."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def shared_layers(
     dtype: jnp.dtype,
     rngs: nnx.Rngs,
 ) -> nnx.Module:
-    """Layers that are called with `[batch, inputs]` and return `[batch, labels]`.
+    """Makes layers that map `[batch, inputs]` to `[batch, labels]`.
 
     Args:
-      sharing: how labels share layers.
+      sharing: way in which labels share layers.
       inputs: number of inputs.
-      sizes: sizes of the layers of the bottom, or of each expert.
+      sizes: sizes of the shared layers, or of the layers of each expert.
       labels: number of labels.
       dtype: dtype in which the layers compute.
       rngs: random streams.
 
     Raises:
-      ValueError: there are no layers to share.
+      ValueError: `sizes` is empty, so no layers can be shared.
     """
     if not sizes:
         raise ValueError(
@@ -44,10 +44,10 @@ def shared_layers(
 
 
 class _Stacks(nnx.Module):
-    """Several stacks of layers of equal sizes, each layer of which is one product.
+    """Several stacks of layers with equal sizes, computed by one product for each layer.
 
-    There is ReLU between layers, and behind the last one if asked for. A shared input may
-    have more columns than the first layers take, if these are 0.
+    ReLU is applied between layers, and optionally after the last one. A shared input may have more
+    columns than the first layers, if these are 0.
     """
 
     def __init__(self, count, inputs, sizes, dtype, rngs, *, end: bool = False):
@@ -75,7 +75,7 @@ class _Stacks(nnx.Module):
 
 
 class _Towers(_Stacks):
-    """The layers that a label has alone, from `[batch, labels, inputs]` to `[batch, labels]`."""
+    """The separate layers of each label, from `[batch, labels, inputs]` to `[batch, labels]`."""
 
     def __init__(self, sharing: Sharing, inputs, labels, dtype, rngs):
         super().__init__(labels, inputs, (*sharing.tower, 1), dtype, rngs)
@@ -85,7 +85,7 @@ class _Towers(_Stacks):
 
 
 def _weights(gates: _Stacks, x: jax.Array) -> Float[Array, "batch count experts"]:
-    """The softmax of the gates' scores, in float32 and rounded after it."""
+    """The softmax of the gates' scores, computed in float32 and then rounded."""
     return jax.nn.softmax(gates(x).astype(jnp.float32)).astype(gates.dtype)
 
 
@@ -175,7 +175,7 @@ _MODULES: Mapping[type[Sharing], Callable[..., nnx.Module]] = {
 def chained(
     logits: Float[Array, "batch labels"], after: Sequence[int | None]
 ) -> Float[Array, "batch labels"]:
-    """The logits of labels, some of which can only be 1 if an earlier one is.
+    """The logits of labels, some of which can only be 1 if an earlier label is 1.
 
     ::
 
@@ -184,8 +184,8 @@ def chained(
         logit p_i = -log(exp(-logit p_j) + exp(-z_i) + exp(-logit p_j - z_i))
 
     Args:
-      logits: `[batch, labels]`, the scores z.
-      after: for each label the place of the earlier one, or None.
+      logits: `[batch, labels]` conditional scores z.
+      after: for each label, the index of the earlier label, or None.
     """
     found: list[jax.Array] = []
     for i, at in enumerate(after):
@@ -201,13 +201,14 @@ def chained(
 def conditional(
     logits: Float[Array, "batch labels"], after: Sequence[int | None]
 ) -> Float[Array, "batch labels"]:
-    """The inverse of `chained`: each label's logit among the examples with the one before it.
+    """The inverse of `chained`: the logit of each label among the examples that have its earlier
+    label.
 
     ::
 
         z_i = -log((exp(-logit p_i) - exp(-logit p_j)) / (1 + exp(-logit p_j)))
 
-    It is finite, also where p_i and p_j are equal.
+    The result is finite even if p_i and p_j are equal.
     """
     found = list(logits.T)
     for i, at in enumerate(after):

@@ -5,10 +5,11 @@
     NAME-key               an integer for each row
     NAME-weight            the vector of each row
     NAME-OPTIMIZER-SLOT    a state array of the optimizer, in the order of the keys
-    meta_info              not in all folders: types and sizes of all tables
+    meta_info              optional: types and sizes of all tables
 
-NAME is the name of the variable, in which punctuation has become "_". Each file begins with a
-head of 296 bytes. Integers of heads and of `meta_info` are big-endian, those behind little-endian.
+NAME is the name of the variable, in which punctuation is replaced by "_". Each file begins with a
+header of 296 bytes. Integers in headers and in `meta_info` are big-endian; integers after a header
+are little-endian.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sparsejax.embeddings.dynamic import files
 from sparsejax.embeddings.dynamic.files import STATE, Rows, checked, ranked
 from sparsejax.optimizers.rules.base import Rule
 
-# The table's name, the kind of the file, the slot's name, and the number of the dtype.
+# Header: name of the table, kind of the file, name of the slot, and number of the dtype.
 _HEAD = struct.Struct(">256sI32sI")
 _KEY, _WEIGHT, _STATE = range(3)
 _DTYPES = tuple(map(np.dtype, ("<i4", "<i8", "<u4", "<u8", "<f2", "<f4", "<f8")))
@@ -36,12 +37,12 @@ _PLAIN = str.maketrans(string.punctuation, "_" * len(string.punctuation))
 
 
 class _Slots(NamedTuple):
-    """The state of a rule in these files.
+    """The state of an optimizer rule in these files.
 
     Attributes:
-      optimizers: names of the optimizer in names of files.
-      arrays: the names of its slots, by the names of our arrays.
-      counts: whether the next step depends on the number of steps before.
+      optimizers: names of the optimizer in file names.
+      arrays: slot names, by the names of our arrays.
+      counts: whether a step depends on the number of earlier steps.
     """
 
     optimizers: tuple[str, ...]
@@ -60,13 +61,13 @@ _RULES = {
     "adam": _ADAM,
     "adamw": _ADAM,
     "lazy_adam": _ADAM,
-    # `sok.dump` finds "Adam" in the class's name, too.
+    # `sok.dump` also finds "Adam" in this name, which its class contains.
     "adamax": _ADAM._replace(optimizers=("Adamax", "Adam")),
 }
 
 
 def is_dump(path: pathlib.Path) -> bool:
-    """Whether a path is a folder, or a folder and the name of a table that it has."""
+    """Whether a path is a folder, or a folder followed by the name of a table in it."""
     return path.is_dir() or _file(path, "key").exists()
 
 
@@ -80,15 +81,15 @@ def read(
     """The rows of a table; see `EmbeddingCollection.load_table`.
 
     Args:
-      path: the folder, or the folder and the table's name in it.
-      table: our name of the table, for which a folder is searched.
+      path: path of the folder, or of the folder followed by the table's name.
+      table: name of our table, which is searched for in the folder.
       like: arrays of all rows by column.
       rule: rule of the optimizer, whose arrays are all in `like`; None without an optimizer.
-      step: the steps that the optimizer has done.
+      step: number of steps that the optimizer has done.
 
     Raises:
       OSError: a file is missing or cannot be read.
-      ValueError: a file is damaged or has other rows than the table.
+      ValueError: a file is damaged, or its rows do not match the table.
     """
     path = _found(path, table)
     at = _file(path, "key")
@@ -124,7 +125,7 @@ def _columns(
     count: int,
     like: Mapping[str, jax.ShapeDtypeStruct],
 ) -> dict[str, np.ndarray]:
-    """The arrays of some files, with a row for each key."""
+    """Opens the arrays of some files, with a row for each key."""
     arrays = {}
     for name, each in paths.items():
         kind, slot = (_WEIGHT, "") if name == "row" else (_STATE, each.name)
@@ -144,7 +145,7 @@ def _file(path: pathlib.Path, what: str) -> pathlib.Path:
 
 
 def _found(path: pathlib.Path, table: str) -> pathlib.Path:
-    """The folder and the table's name in it."""
+    """Finds the folder and the name of the table in it."""
     if not path.is_dir():
         return path
     name = table.translate(_PLAIN)
@@ -164,7 +165,7 @@ def _found(path: pathlib.Path, table: str) -> pathlib.Path:
 
 
 def _dtype(path: pathlib.Path, table: str, kind: int, slot: str) -> np.dtype:
-    """The dtype of a file, whose head has been checked."""
+    """Checks the header of a file; returns the dtype of its content."""
     with path.open("rb") as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
@@ -194,7 +195,7 @@ def _numbers(
     slot: str,
     like: jax.ShapeDtypeStruct | None,
 ) -> np.ndarray:
-    """The numbers of a file, which are read when they are used; keys without `like`."""
+    """Maps the numbers of a file into memory; these are keys if `like` is None."""
     dtype = _dtype(path, table, kind, slot)
     if like is None:
         expected, fits, width = "integers", dtype.kind in "iu", ()
@@ -210,13 +211,13 @@ def _numbers(
             f"its head are not a number of rows of {row:,} bytes"
         )
     shape = size // row, *width
-    if not size:  # an empty map is an error
+    if not size:  # mapping an empty file raises an error
         return np.zeros(shape, dtype)
     return np.memmap(path, dtype, "r", _HEAD.size, shape)
 
 
 def _slots(path: pathlib.Path, rule: Rule, step: int) -> dict[str, str]:
-    """The ends of the names of files of state, by the names of our arrays."""
+    """The file name endings of state arrays, by the names of our arrays."""
     found = {
         each.name.removeprefix(f"{path.name}-")
         for each in path.parent.glob(f"{path.name}-*-*")
@@ -244,7 +245,10 @@ def _slots(path: pathlib.Path, rule: Rule, step: int) -> dict[str, str]:
 
 
 def _factor(path: pathlib.Path, rule: Rule) -> float:
-    """Our state divided by theirs: TensorFlow's momentum has the learning rate in it."""
+    """Our state divided by the state in the files:
+
+    TensorFlow's momentum includes the learning rate.
+    """
     if rule.name not in ("momentum", "nesterov"):
         return 1.0
     rate = rule.learning_rate
@@ -258,13 +262,13 @@ def _factor(path: pathlib.Path, rule: Rule) -> float:
 
 
 def _check_meta(path: pathlib.Path, keys: np.ndarray, width: int) -> None:
-    """Raises ValueError if there is a `meta_info` that says something else of the table."""
+    """Raises ValueError if a `meta_info` exists and contradicts the table's files."""
     meta = path.with_name("meta_info")
     if not meta.exists():
         return
     content = meta.read_bytes()
     count = int.from_bytes(content[:4], "big")
-    # Behind these are the names of optimizers, of 32 bytes.
+    # These are followed by the names of optimizers, 32 bytes each.
     if len(content) != 4 + count * (3 * 4 + 8 + 256 + 32):
         raise ValueError(
             f"{meta} is damaged: {len(content):,} bytes do not have the data of "

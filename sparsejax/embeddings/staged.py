@@ -1,4 +1,4 @@
-"""Brings the rows of tables in host memory to the devices before a step."""
+"""Copies rows of tables in host memory to the devices before a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparsejax.sparse import CSR
 
 
 class LookedUp(NamedTuple):
-    """A batch whose rows were looked up, and which are now in use.
+    """A batch whose rows were looked up and marked as used.
 
     Attributes:
       batch: batch of some collections. Its arrays may have further leading axes.
@@ -36,7 +36,7 @@ class LookedUp(NamedTuple):
 
 
 class Staged:
-    """Brings rows for all collections of a model, which are given the same ids.
+    """Copies rows for all collections of a model, which share the ids of a batch.
 
     Args:
       stores: stores of all stacks of these collections; some have rows in host memory.
@@ -47,15 +47,15 @@ class Staged:
         self._all = list(stores)
         self._stores = [store for store in self._all if isinstance(store, HostedStore)]
         self.optimizer = optimizer
-        # New ids get rows when the steps before have begun.
+        # If tables can grow, new ids get rows only after the earlier steps have started.
         self._waits = any(store.grows for store in self._stores)
 
     @classmethod
     def of(cls, model: Any, optimizer: Optimizer | None) -> Staged | None:
-        """The tables of a whole model; None if the model has no tables in host memory.
+        """Makes it for all tables of a model; None if the model has no tables in host memory.
 
         Raises:
-          NotImplementedError: two collections have tables of one width.
+          NotImplementedError: two collections have tables of equal width.
         """
         stores = [
             store
@@ -74,7 +74,7 @@ class Staged:
         return cls(stores, optimizer)
 
     def packed(self, ids: Mapping[str, Ids]) -> FeatureBatch:
-        """The ids of a batch, NumPy arrays, for all collections."""
+        """Packs the ids of a batch, NumPy arrays, for all collections."""
         stacks, keys = {}, {}
         for owner in {id(store.owner): store.owner for store in self._all}.values():
             mine = {name: ids[name] for name in owner.names}
@@ -84,27 +84,27 @@ class Staged:
         return FeatureBatch(stacks, keys)
 
     def brought(self, ids: Mapping[str, Ids]) -> FeatureBatch:
-        """A batch, which is only read, whose rows are on the devices now."""
+        """Copies the rows of a batch, which are only read, to the devices."""
         return self._bring(self._look_up(self._numbered(self.packed(ids))))
 
     def numbered(self, batches: Sequence[FeatureBatch]) -> list[FeatureBatch]:
-        """Batches of the next steps, which were packed, whose new ids have rows."""
+        """Assigns rows to new ids of packed batches, and replaces ids by row numbers."""
         return [self._numbered(batch, step) for step, batch in enumerate(batches)]
 
     def begin_on_host(self, batches: Sequence[FeatureBatch]) -> None:
-        """Begins the new rows of batches of the next steps, which will not come."""
+        """Initializes new rows of batches on the host, if their steps will not run."""
         if self.optimizer is not None:
             for step, batch in enumerate(batches):
                 for store in self._stores:
                     store.begun_on_host(batch, self.optimizer, step)
 
     def steps(self, batches: Sequence[FeatureBatch], room: int) -> FeatureBatch:
-        """Batches with numbers as one, with an axis of `room` steps before the others.
+        """Combines numbered batches to one, with a first axis of `room` steps.
 
-        Steps behind the last one repeat it.
+        The last step is repeated as padding.
 
         Raises:
-          NoRoomError: their rows do not fit together.
+          NoRoomError: their rows do not fit on the devices together.
         """
         whole = jax.tree.map(_stacked, *batches)
         found = self._bring(self._look_up(whole))
@@ -121,10 +121,10 @@ class Staged:
         packed: Callable[[Any], FeatureBatch],
         names: frozenset[str],
     ) -> Iterator[Batch]:
-        """Batches whose rows have come; see `EmbeddingCollection.staged`.
+        """Yields batches after their rows were copied; see `EmbeddingCollection.staged`.
 
         Args:
-          batches: trees, each with ids somewhere.
+          batches: trees, each of which contains ids.
           packed: function that packs ids.
           names: names of the features.
         """
@@ -158,17 +158,17 @@ class Staged:
                 bring, looked, is_leaf=lambda node: isinstance(node, LookedUp)
             )
             looked, error = None, None
-            try:  # before the step of this batch, so that the devices need not wait for it
+            try:  # before the step of this batch, so that devices need not wait
                 looked = next(coming, None)
-            except Exception as raised:  # noqa: BLE001 - this batch comes first
+            except Exception as raised:  # noqa: BLE001 - raised after this batch
                 error = raised
             yield staged
             if error is not None:
                 raise error
 
     def _begun(self, batch: FeatureBatch) -> FeatureBatch:
-        """A batch whose rows have come, and whose new ones have begun."""
-        with interrupts.uninterrupted():  # no row is given that does not begin
+        """Copies the rows of a batch, and initializes new ones."""
+        with interrupts.uninterrupted():  # each assigned row is initialized
             batch = self._numbered(batch)
             try:
                 found = self._bring(self._look_up(batch))
@@ -187,20 +187,20 @@ class Staged:
         return batch
 
     def _look_up(self, batch: FeatureBatch) -> LookedUp:
-        """Begins `_bring`, and does not wait for the devices."""
+        """Starts the look-up for `_bring`, without waiting for the devices."""
         training = self.optimizer is not None
         rows = {
             name: host.look(_columns_of(batch.stacks[name]), training=training)
             for name, host in self._hosts().items()
-            if name in batch.stacks  # else no feature reads it
+            if name in batch.stacks  # other stacks are read by no feature
         }
         return LookedUp(batch, rows)
 
     def _bring(self, looked: LookedUp) -> FeatureBatch:
-        """A batch whose rows have come from host memory.
+        """Copies the rows of a batch from host memory.
 
         Raises:
-          NoRoomError: there are too many rows. Some may have come.
+          NoRoomError: there are too many rows. Some may have been copied.
         """
         hosts = self._hosts()
         stacks, rows, moved = dict(looked.batch.stacks), {}, False
@@ -220,18 +220,18 @@ class Staged:
         )
 
     def _hosts(self) -> dict[str, HostRows]:
-        """The rows of each stack, which move with the optimizer's state."""
+        """The rows in host memory of each stack, with their optimizer state."""
         found = {}
         for store in self._stores:
             host = found[store.stack.name] = store.attached(self.optimizer)
-            if host.number is None:  # it may come from a checkpoint
+            if host.number is None:  # the number may come from a checkpoint
                 host.number = store.owner.stage
                 host.last_number = int(store.owner.stage[...])
         return found
 
 
 def _is_ids(names: frozenset[str], node: Any) -> bool:
-    """Whether a node of a tree is the ids of a batch."""
+    """Whether a node of a tree has the ids of a batch."""
     of_names = isinstance(node, Mapping) and node.keys() == names
     return of_names or isinstance(node, FeatureBatch)
 
@@ -247,7 +247,7 @@ def _check_once(names: frozenset[str], batch: Any) -> None:
 
 
 def _numbered_anew(hosts: Mapping[str, HostRows], *, moved: bool) -> int:
-    """The number of the state of the devices' tables; another one if rows have left."""
+    """The number of the state of the devices' tables; a new one if rows were removed."""
     variables = {id(host.number): host.number for host in hosts.values()}
     numbers = {
         max(h.last_number for h in hosts.values() if id(h.number) == each)
@@ -265,11 +265,11 @@ def _numbered_anew(hosts: Mapping[str, HostRows], *, moved: bool) -> int:
 
 
 def _columns_of(x: CSR) -> jax.Array | np.ndarray:
-    """The columns of a matrix; those of dynamic tables are on the devices."""
+    """The columns of a matrix; those of dynamic tables are arrays on the devices."""
     return x.indices if isinstance(x.indices, jax.Array) else np.asarray(x.indices)
 
 
 def _stacked(*leaves: Any) -> Any:
-    """Arrays as one; those of the devices stay there."""
+    """Stacks arrays; arrays on the devices stay there."""
     xp = jnp if isinstance(leaves[0], jax.Array) else np
     return xp.stack(leaves)

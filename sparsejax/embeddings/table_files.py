@@ -23,17 +23,17 @@ from sparsejax.whole_files import check_writable, whole_file
 
 FORMATS = (".npy", ".parquet")
 
-# Numbers that are read at a time: 64 MB in float32. The host has these, and Parquet's form of
-# them.
+# Number of numbers read at a time: 64 MB in float32. Host memory holds these, and their Parquet
+# form.
 BLOCK_NUMBERS = 2**24
 
 
 def table_rows(
     stack: Stack, pieces: tuple[StackedTable, ...], kernel: jax.Array
 ) -> Iterator[np.ndarray]:
-    """The rows of a table in the order of ids, some at a time: `[n, dim]`.
+    """The rows of a table in the order of ids, in blocks `[n, dim]`.
 
-    With several processes each one has to read all pieces.
+    With several processes, each must iterate over all blocks.
 
     Args:
       stack: the stack that the table is in.
@@ -71,7 +71,7 @@ def save_table(
     like: jax.ShapeDtypeStruct,
     names: Sequence[object] | None,
 ) -> None:
-    """Writes a table like this; see `EmbeddingCollection.save_table`."""
+    """Writes a table given in blocks; see `EmbeddingCollection.save_table`."""
     path = pathlib.Path(path)
     if path.suffix not in FORMATS:
         raise ValueError(f"{path}: tables are written to {', '.join(FORMATS)} files")
@@ -85,7 +85,7 @@ def save_table(
                 f"{len(names):,} names, but the table has {like.shape[0]:,} rows"
             )
     check_writable(path)
-    # bfloat16 becomes float32, which both forms have.
+    # bfloat16 is converted to float32, which both formats support.
     dtype = np.dtype(np.float64 if like.dtype.itemsize == 8 else np.float32)
     wide = (np.ascontiguousarray(piece, dtype) for piece in pieces)
     write = functools.partial(_write, path, wide, like.shape, dtype, names)
@@ -93,7 +93,10 @@ def save_table(
 
 
 def write_in_first(write: Callable[[], object], pieces: Iterator[Any]) -> None:
-    """Calls `write`, which takes all pieces, in the first process. Others take them, too."""
+    """Calls `write`, which iterates over all pieces, in the first process.
+
+    Other processes only iterate.
+    """
     if not processes.is_first():
         _take_all(pieces)
     processes.in_first(lambda: _or_take_all(write, pieces))
@@ -103,7 +106,8 @@ def _or_take_all(write: Callable[[], object], pieces: Iterator[Any]) -> None:
     try:
         write()
     except Exception:
-        _take_all(pieces)  # the other processes do so, and wait for this one
+        # the other processes iterate, too, and wait for the first one
+        _take_all(pieces)
         raise
 
 
@@ -129,7 +133,7 @@ def _write(path: pathlib.Path, pieces, shape, dtype: np.dtype, names) -> None:
 def _with_ids(
     pieces: Iterator[np.ndarray], rows: int, names: Sequence[object] | None
 ) -> Iterator[tuple[np.ndarray, list[Any]]]:
-    """The pieces with the ids of their rows, and their names, which the last rows have."""
+    """Adds to blocks of rows their ids, and their names, which belong to the last rows."""
     stop, without = 0, rows - len(names or ())
     for piece in pieces:
         start, stop = stop, stop + len(piece)

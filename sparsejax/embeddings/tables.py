@@ -1,4 +1,4 @@
-"""Whole tables of a collection: as arrays, as files, and their changes."""
+"""Access to whole tables of a collection: as arrays, as files, and as changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparsejax.embeddings.stores.static import StaticStore
 from sparsejax.embeddings.stores.store import Owner, Store
 from sparsejax.optimizers.optimizer import Optimizer
 
-# The kinds of stores, by the names that configurations of tables give.
+# The kinds of stores, by the name in table configurations.
 STORES: dict[str, type[Store]] = {
     "static": StaticStore,
     "dynamic": DynamicStore,
@@ -33,7 +33,7 @@ STORES: dict[str, type[Store]] = {
 
 
 def make_stores(owner: Owner, stacks: Sequence[Stack], key: jax.Array) -> None:
-    """Gives a new collection the variables of its stores."""
+    """Adds the variables of all stores to a new collection."""
     for kind in dict.fromkeys(stack.store for stack in stacks):
         STORES[kind].prepare(owner, key)
     kernels, indexes = {}, {}
@@ -46,7 +46,7 @@ def make_stores(owner: Owner, stacks: Sequence[Stack], key: jax.Array) -> None:
 
 
 def sender_of(tables: Tables, stores: Sequence[Store] | None = None) -> Sender:
-    """How the ids of some stores are sent ahead, by default of all."""
+    """A `Sender` for the ids of some stores, by default of all."""
     stores = tables.stores() if stores is None else stores
     stacks = tuple(store.stack for store in stores)
     features = {feature.name for stack in stacks for feature in stack.features}
@@ -59,7 +59,7 @@ class Tables(Owner):
     """The tables of an `EmbeddingCollection`, without the features that read them."""
 
     def stats(self) -> dict[str, TableStats]:
-        """Counts what became of the ids of each dynamic table, since it was made."""
+        """The counters of each dynamic table since it was made."""
         found: dict[str, TableStats] = {}
         for store in self.stores():
             found |= store.stats()
@@ -71,9 +71,9 @@ class Tables(Owner):
         return store.ids(pieces[0])
 
     def halve_counts(self) -> None:
-        """Halves how often ids without a row were seen, for `Admit(count=...)`.
+        """Halves the counts of ids without a row, for `Admit(count=...)`.
 
-        Called now and then, it forgets ids that come seldom.
+        If it is called regularly, rare ids are forgotten.
         """
         for store in self.stores():
             store.halve_counts()
@@ -81,7 +81,7 @@ class Tables(Owner):
     def table(self, name: str) -> Float[jax.Array, "rows dim"]:
         """The rows of a table, in the order of ids.
 
-        Rules under which rows drift need `optimizer.flush(model)` before.
+        If rows have pending updates under their rule, call `optimizer.flush(model)` first.
         """
         store, pieces = self._table(name)
         return store.table(pieces)
@@ -94,7 +94,7 @@ class Tables(Owner):
           array: `[num_rows, dim]`, in the order of ids.
 
         Raises:
-          ValueError: there is no such table, or the shape is wrong.
+          ValueError: the table does not exist, or the shape is wrong.
         """
         store, pieces = self._table(name)
         expected = (pieces[0].config.num_rows, pieces[0].config.dim)
@@ -114,7 +114,7 @@ class Tables(Owner):
         optimizer: Optimizer | None = None,
         within: Sequence[Any] = (),
     ) -> None:
-        """Writes the rows of a table in the order of ids, some rows at a time.
+        """Writes the rows of a table to a file, in the order of ids.
 
         ::
 
@@ -137,14 +137,13 @@ class Tables(Owner):
         >>> embeddings.save_table("user", "user.parquet", names=["ann", "bob"])
 
         Args:
-          name: name of the table. If rows drift under its rule, call `optimizer.flush(model)`
-            before.
-          path: the file, which is replaced if it exists.
+          name: name of the table. If its rows have pending updates, call `optimizer.flush(model)`
+              first.
+          path: path of the file, which is replaced if it exists.
           names: names of the ids, in the order of ids; not for a dynamic table. If there are
             fewer names than ids, they belong to the last ids: `ClickDataset.vocabularies` begin
             with id 2.
-          optimizer: an optimizer whose state of the rows is written, too; only for a dynamic
-            table.
+          optimizer: optimizer whose state of the rows is written, too; only for a dynamic table.
           within: the path of this collection in the model, if the model has several collections
             with dynamic tables of one width.
 
@@ -167,23 +166,23 @@ class Tables(Owner):
         replace: bool = True,
         within: Sequence[Any] = (),
     ) -> None:
-        """Replaces the ids and rows of a table by those of a file of `save_table`.
+        """Replaces the ids and rows of a table by the content of a file from `save_table`.
 
-        The mesh may be another, and a dynamic table may have more rows or fewer. An error
-        leaves the table as it is. The file is read some rows at a time, twice: the host needs
-        room for the ids.
+        The mesh may differ, and a dynamic table may have another number of rows. After an error
+        the table is unchanged. The file is read in blocks, twice: the host needs memory for the
+        ids.
 
         Args:
           name: name of the table.
-          path: a Parquet file with the columns `id` and `row`. Without `count` and `last` ids
-            were seen once, at 0. Or a folder that `sok.dump` of SparseOperationKit wrote, or
-            such a folder and the name of a table that it has: "folder/user_0".
-          optimizer: the optimizer that trains the model. If the file has the state of an
-            optimizer, this one must have done as many steps. If it has none, the rows have the
-            state of a new optimizer. With None the state is not touched: for a model that is
-            not trained.
-          replace: whether ids that the file does not have lose their rows. Ids that had a row
-            already keep their `count` and `last`, if the file has none.
+          path: path of a Parquet file with the columns `id` and `row`. Without `count` and `last`,
+              ids count as seen once, at time 0. Or path of a folder that `sok.dump` of
+              SparseOperationKit wrote, optionally followed by the name of a table in it:
+              "folder/user_0".
+          optimizer: optimizer that trains the model. If the file has optimizer state, this
+              optimizer must have done equally many steps. If it has none, rows get the state of a
+              new optimizer. With None the state is not changed: for a model that is not trained.
+          replace: whether ids that are not in the file lose their rows. Ids that had a row already
+              keep their `count` and `last`, if the file has none.
           within: the path of this collection in the model, if the model has several collections
             with dynamic tables of one width.
 
@@ -205,16 +204,17 @@ class Tables(Owner):
         state: bool = False,
         within: Sequence[Any] = (),
     ) -> Export:
-        """Writes what has changed in the tables since the last export into a folder.
+        """Writes the changes of the tables since the last export into a folder.
 
-        `sparsejax.export_changes` does so for a whole model, whose other layers change, too.
+        For a whole model, whose other layers change, too, use `sparsejax.export_changes`.
 
         Args:
           folder: folder that collects the exports; it is created if it does not exist.
-          optimizer: the optimizer that trains the model. With None the rows are written as they
-            are.
-          state: write the optimizer state of the rows of dynamic tables, too. Under most rules
-            it changes in each step for each row, so that each export has all rows.
+          optimizer: optimizer that trains the model. With None, rows are written without pending
+              updates.
+          state: whether to write the optimizer state of the rows of dynamic tables, too. Under
+              most rules each step changes the state of every row, so that each export has all
+              rows.
           within: the path of this collection in the model, if the model has several collections
             with dynamic tables of one width.
         """
@@ -224,7 +224,7 @@ class Tables(Owner):
         return exports.export(self, path, parts, values, optimizer, state=state)
 
     def parts(self, *, prefix: str = "", within: Sequence[Any] = ()) -> list[Part]:
-        """The stacks in the form that exports of changes take.
+        """The stacks, in the form for exports of changes.
 
         Args:
           prefix: path of this collection, with which the names of tables begin.
@@ -234,15 +234,15 @@ class Tables(Owner):
         return [Part(prefix, store) for store in self.stores(within)]
 
     def table_rows(self, name: str) -> Iterator[np.ndarray]:
-        """The rows of a table in the order of ids, some at a time: `[n, dim]` on the host.
+        """The rows of a table in the order of ids, in blocks `[n, dim]` on the host.
 
-        With several processes all have to take all of them.
+        With several processes, each must iterate over all blocks.
         """
         store, pieces = self._table(name)
         return store.table_rows(pieces)
 
     def stores(self, within: Sequence[Any] = ()) -> list[Store]:
-        """The stores of the stacks; `within` is as in `assign_rows`."""
+        """The stores of the stacks; for `within` see `assign_rows`."""
         return [STORES[stack.store](self, stack, within) for stack in self.stacks]
 
     def _table(

@@ -54,7 +54,7 @@ class DynamicStore(Store):
     """Tables of `DynamicTableConfig`, whose rows are on the devices."""
 
     grows: ClassVar[bool] = True
-    # How ids get rows.
+    # The class that assigns rows to ids.
     assign: ClassVar[type[Assign]] = Assign
 
     @classmethod
@@ -70,11 +70,11 @@ class DynamicStore(Store):
 
     @property
     def state(self) -> State:
-        """Everything that is known of the ids."""
+        """The state of the index and the counters."""
         return State.of({name: v[...] for name, v in self.known.items()})
 
     def set_state(self, state: State) -> None:
-        """Replaces all that is known of the ids."""
+        """Replaces the state of the index and the counters."""
         for name, array in state.arrays().items():
             self.known[name].set_value(array)
 
@@ -83,10 +83,10 @@ class DynamicStore(Store):
         """Which ids have which rows. A predictor knows nothing else."""
         return Index(*(self.known[name][...] for name in Index._fields))
 
-    # --- the rows of a batch ---
+    # The index from ids to rows, the only part of the state in a predictor.
 
     def matrix(self, batch: FeatureBatch) -> CSR | DividedRows | SentKeys:
-        """The matrix of a batch, whose columns are rows of the kernel."""
+        """The matrix of a batch, whose columns are row numbers of the kernel."""
         x = batch.routes.get(self.stack.name)
         x = batch.stacks[self.stack.name] if x is None else x
         if batch.assigned or isinstance(x, DividedRows):
@@ -115,7 +115,7 @@ class DynamicStore(Store):
 
         def apart(x, keys, order):
             order = None if order is None else jnp.asarray(order)
-            # A bag's factor is the same for all of its ids.
+            # All ids of a bag have the same combiner factor.
             return vectors.apart(made(self.stack, call.blank, x), keys, order)
 
         x, keys = jax.tree.map(jnp.asarray, (x, batch.keys[name]))
@@ -157,7 +157,9 @@ class DynamicStore(Store):
     def assigning(
         self, optimizer: Optimizer, *, ahead: int = 0, clock: Any = None
     ) -> tuple[Assign, Moment]:
-        """How ids get rows, some steps ahead, and when."""
+        """The object that assigns rows, and the numbers of the step that is `ahead` steps
+        later.
+        """
         step = optimizer.step[...]
         if ahead:
             step = step + jnp.int32(ahead)
@@ -231,7 +233,7 @@ class DynamicStore(Store):
         numbers = states.numbers_of(self.stack)
         missing = [n.name for n in numbers if n.name not in read.names]
         before = np.full(len(read.ids), -1)
-        if missing and not replace:  # ids that have a row are as old as they were
+        if missing and not replace:  # existing ids keep their age
             before = self.rows_of(table, read.ids)
         known = {name: to_host(self.known[name][...]).reshape(-1) for name in missing}
 

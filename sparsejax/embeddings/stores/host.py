@@ -1,4 +1,4 @@
-"""Tables in host memory, static and dynamic, of which the devices have some rows at a time."""
+"""Stores of tables in host memory, static and dynamic, with some rows on the devices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from sparsejax.sparse import CSR
 
 
 class HostedStore(Store):
-    """Rows in host memory: the kernel has slots, which rows take in turn."""
+    """Rows in host memory; the kernel has slots that rows use in turn."""
 
     stages: ClassVar[bool] = True
 
@@ -57,7 +57,8 @@ class HostedStore(Store):
     @classmethod
     def prepare(cls, owner: Owner, key: jax.Array) -> None:
         super().prepare(owner, key)
-        # Rows are made by it later; and the number of the state of the devices' tables.
+        # `first` is the key of initial rows; `stage` is the number of the state of the devices'
+        # tables.
         owner.first = nnx.Variable(key)
         owner.stage = nnx.Variable(jnp.zeros((), jnp.int32))
 
@@ -75,16 +76,16 @@ class HostedStore(Store):
 
     @property
     def host(self) -> HostRows:
-        """The rows in host memory. Call it outside of programs."""
+        """The rows in host memory. Not for use inside compiled programs."""
         host = self.kernel.get_metadata()["host"]
-        # If a program has made the collection, they had the random numbers of its trace.
+        # A collection made inside a program has the key of its trace, which is replaced.
         host.key = self._first
         return host
 
     def attached(
         self, optimizer: Optimizer | None, *, reading: bool = False
     ) -> HostRows:
-        """The rows, with the state that an optimizer keeps of them."""
+        """The rows, connected with the state in an optimizer."""
         host = self.host
         host.attach_within(self.path, self.kernel, optimizer, reading=reading)
         return host
@@ -99,38 +100,37 @@ class HostedStore(Store):
         return x.with_indices(columns)
 
     def not_staged(self) -> ValueError:
-        """The error for a batch whose rows are not on the devices."""
+        """The matrix of a batch; rows that may no longer be on the devices are read as NaN."""
         return ValueError(
             f"{self.named()} in host memory, and a batch needs its rows on the "
             "devices: take batches of `embeddings.staged(batches, optimizer)`"
         )
 
     def named(self) -> str:
-        """The names of the tables, as a sentence begins."""
+        """The names of the tables, as the beginning of a sentence."""
         names = ", ".join(dict.fromkeys(table.name for table in self.stack.tables))
         return f"the tables {names} are"
 
     def numbered(
         self, batch: FeatureBatch, optimizer: Optimizer | None, ahead: int
     ) -> FeatureBatch:
-        """A batch whose ids have the numbers of their rows; new ids get a row.
+        """Replaces the ids of a batch by row numbers; new ids get a row.
 
         Args:
           batch: a batch that `pack` made.
-          optimizer: the optimizer that trains the model on it; without one, rows are only
-            found.
-          ahead: number of steps that come before that of the batch.
+          optimizer: optimizer that trains the model; without one, no rows are assigned.
+          ahead: number of steps before the step of the batch.
         """
         del optimizer, ahead
         return batch
 
     def begun(self, batch: FeatureBatch, optimizer: Optimizer) -> None:
-        """Begins the new rows of a batch, which are on the devices."""
+        """Initializes the new rows of a batch, which are on the devices."""
 
     def begun_on_host(
         self, batch: FeatureBatch, optimizer: Optimizer, ahead: int
     ) -> None:
-        """Begins the new rows of a batch that did not come to the devices."""
+        """Initializes new rows of a batch on the host, if they were not copied to the devices."""
 
     def exported(self, optimizer: Optimizer | None, *, state: bool) -> Rows:
         settled = None
@@ -230,12 +230,12 @@ class HostStore(HostedStore, StaticStore):
         self.attached(None).put(rows, {ROW: np.asarray(array)})
 
     def take(self, other: HostStore, like: int, optimizer: Optimizer | None) -> None:
-        """Takes all rows of a store whose tables have fewer ids.
+        """Copies all rows of a store whose tables have fewer ids.
 
         Args:
-          other: its tables have the same names.
-          like: the id whose row new ids get.
-          optimizer: the optimizer that trains the rows.
+          other: store with tables of the same names.
+          like: id whose row is copied for new ids.
+          optimizer: optimizer that trains the rows.
         """
         host = self.attached(optimizer)
         before = {table.name: table for table in other.stack.tables}
@@ -249,7 +249,7 @@ class HostStore(HostedStore, StaticStore):
                 host.take(other.host, rows, there)
                 if size == count:
                     continue
-                # The first values of a row may depend on the size of its table.
+                # The initial values of a row may depend on the size of its table.
                 host.put(rows, {ROW: other.host.read(there)})
                 new = self.rows_of(table, ids[ids >= count])
                 w = other.host.read(other.rows_of(known, np.full(len(new), like)))
@@ -259,7 +259,7 @@ class HostStore(HostedStore, StaticStore):
                     state = first_state(rule, jnp.asarray(w), step)
                     values |= {name: to_host(array) for name, array in state.items()}
                 host.put(new, values)
-        other.host.forget_slots()  # batches that were staged read NaN
+        other.host.forget_slots()  # batches staged earlier read NaN
 
 
 class DynamicHostStore(HostedStore, DynamicStore):

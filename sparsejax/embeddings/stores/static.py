@@ -113,7 +113,7 @@ class StaticStore(Store):
 
 
 def _all_rows(stack: Stack, table: StackedTable) -> jax.Array:
-    """Where the rows of a table lie."""
+    """The rows of a table as an array, in the order of their shards."""
     ids = jnp.arange(table.config.num_rows, dtype=jnp.int32)
     return stack.row_of(ids, table.place)
 

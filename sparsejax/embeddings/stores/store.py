@@ -39,11 +39,12 @@ from sparsejax.optimizers.optimizer import Optimizer, first_state
 
 
 class Found(NamedTuple):
-    """Rows of a batch.
+    """The looked-up rows of a batch.
 
     Attributes:
       rows: `[batch, bags, dim]`.
-      crowded: whether the exchange over the mesh had too few places; None without an exchange.
+      crowded: whether the exchange over the mesh had too little capacity; None without an
+          exchange.
     """
 
     rows: jax.Array
@@ -51,13 +52,13 @@ class Found(NamedTuple):
 
 
 class Hosted(NamedTuple):
-    """Columns that are in host memory.
+    """Columns in host memory.
 
     Attributes:
-      like: arrays of all rows by the names of columns; they may not be up to date.
-      read: function that copies some rows, up to date.
-      drifts: whether rows change that no step has touched.
-      watch: function that notes from now on which rows change.
+      like: arrays of all rows by column name; updates may be pending.
+      read: function that copies some rows, with pending updates applied.
+      drifts: whether a step can change rows that it does not touch.
+      watch: function that starts marking rows that change.
     """
 
     like: dict[str, np.ndarray]
@@ -67,11 +68,11 @@ class Hosted(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a stack as exports of changes take them.
+    """The rows of a stack in the form for exports of changes.
 
     Attributes:
-      columns: arrays on the devices by the names of columns.
-      keys: the key of each row of dynamic tables; None for static tables.
+      columns: arrays on the devices by column name.
+      keys: key of each row of dynamic tables; None for static tables.
       used: whether each row of dynamic tables has a key; None for static tables.
       hosted: further columns, in host memory.
     """
@@ -82,7 +83,7 @@ class Rows(NamedTuple):
     hosted: Hosted | None = None
 
     def arrays(self) -> dict[str, Any]:
-        """All columns, in the order that files have them."""
+        """All columns, in the order of files."""
         if self.hosted is None:
             return self.columns
         like = dict(self.hosted.like)
@@ -118,19 +119,19 @@ class Owner(nnx.Module):
 
 
 class Store(abc.ABC):
-    """The rows of a stack of tables, with everything that is known about them.
+    """The rows of a stack of tables, and their state.
 
-    It is a view: the arrays are variables of the collection, where checkpoints find them.
+    It is a view: the arrays are variables of the collection, which checkpoints contain.
 
     Args:
-      owner: the collection.
-      stack: one of its stacks.
+      owner: collection of the tables.
+      stack: stack of the collection.
       within: path of the collection in the model.
     """
 
-    # Whether a batch gives new ids a row, by `assigned`.
+    # Whether new ids of a batch get a row, by `assigned`.
     grows: ClassVar[bool] = False
-    # Whether rows come to the devices before a step, by a `Staged`.
+    # Whether rows are copied to the devices before a step, by a `Staged`.
     stages: ClassVar[bool] = False
 
     def __init__(self, owner: Owner, stack: Stack, within: Sequence[Any] = ()):
@@ -143,12 +144,12 @@ class Store(abc.ABC):
 
     @classmethod
     def prepare(cls, owner: Owner, key: jax.Array) -> None:
-        """Gives a new collection the variables that all stores of this kind share."""
+        """Adds to a new collection the variables that all stores of this kind share."""
         del owner, key
 
     @classmethod
     def new_known(cls, stack: Stack) -> dict[str, nnx.Variable]:
-        """The variables of a new store, apart from its kernel."""
+        """Makes the variables of a new store, apart from its kernel."""
         del stack
         return {}
 
@@ -176,7 +177,7 @@ class Store(abc.ABC):
         del key
         return cls.new_kernel(owner, stack)
 
-    # --- the rows of a batch ---
+    # The combined rows of each bag of a batch.
 
     @abc.abstractmethod
     def rows(self, batch: FeatureBatch, call: Call) -> Found:
@@ -185,13 +186,13 @@ class Store(abc.ABC):
     def assigned(
         self, batch: FeatureBatch, optimizer: Optimizer, clock: Any
     ) -> FeatureBatch:
-        """A batch whose new ids have rows; see `EmbeddingCollection.assign_rows`."""
+        """Assigns rows to new ids of a batch; see `EmbeddingCollection.assign_rows`."""
         del optimizer, clock
         return batch
 
     @property
     def numbers(self) -> list[str]:
-        """The names of the numbers that are kept for each row."""
+        """The names of the numbers stored for each row."""
         return []
 
     def halve_counts(self) -> None:
@@ -201,12 +202,14 @@ class Store(abc.ABC):
     def exported_columns(
         self, optimizer: Optimizer | None, *, state: bool
     ) -> dict[str, Any]:
-        """The columns that exports of changes have. The state of fixed ids is not among them."""
+        """The columns for exports of changes, which exclude the state of static tables."""
         del optimizer, state
         return self.columns(None)
 
     def exported(self, optimizer: Optimizer | None, *, state: bool) -> Rows:
-        """The rows for exports of changes, as they are after `Optimizer.flush`."""
+        """The rows for exports of changes, with pending updates applied as by
+        `Optimizer.flush`.
+        """
         columns = self.exported_columns(optimizer, state=state)
         arrays = {name: variable[...] for name, variable in columns.items()}
         if optimizer is not None:
@@ -216,23 +219,23 @@ class Store(abc.ABC):
         return Rows(arrays, **self._keys())
 
     def _keys(self) -> dict[str, Any]:
-        """The key of each row, and whether it has one, if ids have keys."""
+        """The arguments `keys` and `used` of `Rows`, if ids have keys."""
         return {n: self.known[n][...] for n in ("keys", "used") if n in self.known}
 
     @property
     def divided(self) -> bool:
-        """Whether ids cross a mesh to the owners of their rows."""
+        """Whether ids are sent over a mesh to the owners of their rows."""
         return gradients.is_divided(self.kernel)
 
     # --- whole tables ---
 
     def stats(self) -> dict[str, TableStats]:
-        """Counts what became of the ids of tables that can grow."""
+        """The counters of tables that can grow, by table name."""
         return {}
 
     @abc.abstractmethod
     def ids(self, table: StackedTable) -> np.ndarray:
-        """The ids of a table that have a row, ascending."""
+        """The ids of a table, ascending, in blocks that fit in the host's memory."""
 
     def id_blocks(self, table: StackedTable) -> Iterator[np.ndarray]:
         """The ids of a table, ascending, as many at a time as the host has room for."""
@@ -240,7 +243,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def rows_of(self, table: StackedTable, ids: np.ndarray) -> np.ndarray:
-        """The row of each id; -1 if it has none."""
+        """The row of each id; -1 for an id without a row."""
 
     @abc.abstractmethod
     def placed(
@@ -250,19 +253,19 @@ class Store(abc.ABC):
         ids: np.ndarray,
         removed: np.ndarray | None,
     ) -> list[np.ndarray]:
-        """Gives a row to ids that have none, and takes the rows of removed ids.
+        """Assigns rows to ids that have none, and frees the rows of removed ids.
 
         Args:
           path: the file with the ids, for messages.
           pieces: the pieces of the table.
-          ids: ids to have a row, ascending.
-          removed: ids that lose their row; with None all ids that are not in `ids`.
+          ids: ids that must have a row, ascending.
+          removed: ids that lose their row; None stands for all ids that are not in `ids`.
 
         Returns:
-          The rows of the ids in each piece.
+          For each piece, the rows of the ids.
 
         Raises:
-          ValueError: there is no room for them. Nothing has changed.
+          ValueError: there are too few rows. Nothing was changed.
         """
 
     @abc.abstractmethod
@@ -271,14 +274,14 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def table_rows(self, pieces: tuple[StackedTable, ...]) -> Iterator[np.ndarray]:
-        """The rows of a table in the order of ids, some rows at a time."""
+        """The rows of a table in the order of ids, in blocks."""
 
     @abc.abstractmethod
     def set_table(self, pieces: tuple[StackedTable, ...], array: Any) -> None:
         """Replaces the rows of a table by an array, whose shape has been checked."""
 
     def columns(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """Everything that is known of each row: arrays or variables by the names of columns."""
+        """All columns of the rows: arrays or variables by column name."""
         found = {ROW: self.kernel}
         found |= {name: self.known[name] for name in self.numbers}
         if optimizer is not None:
@@ -340,7 +343,7 @@ class Store(abc.ABC):
     def _completing(
         self, table: StackedTable, read: files.Rows, *, replace: bool
     ) -> Completing:
-        """Completes the columns of some rows of a file; see `load`."""
+        """A function that completes the columns of rows read from a file; see `load`."""
         del table, read, replace
         return lambda at, columns: columns
 
@@ -365,7 +368,7 @@ class Store(abc.ABC):
     def _blocks(
         self, pieces: tuple[StackedTable, ...], optimizer: Optimizer | None
     ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-        """The ids and columns of a table, some rows at a time."""
+        """The ids and columns of a table, in blocks of rows."""
         for ids in self.id_blocks(pieces[0]):
             readers = (self.read(self.rows_of(p, ids), optimizer) for p in pieces)
             start = 0
@@ -385,7 +388,7 @@ class Store(abc.ABC):
         """Reads a table; see `EmbeddingCollection.load_table`."""
         read = self._opened(pieces, path, optimizer)
         for _ in read.blocks():
-            pass  # an error in any row leaves the table as it is
+            pass  # all rows are read first: after an error the table is unchanged
         completed = self._completing(pieces[0], read, replace=replace)
         rows = self.placed(path, pieces, read.ids, None if replace else _NO_IDS)
         shapes = {n: v.shape[1:] for n, v in self.columns(optimizer).items()}
@@ -407,7 +410,7 @@ class Store(abc.ABC):
         path: pathlib.Path,
         optimizer: Optimizer | None,
     ) -> files.Rows:
-        """The rows of a file; raises ValueError for those of another table or step."""
+        """Opens the rows of a file; raises ValueError if they belong to another table or step."""
         here, count = self.columns(optimizer), 0
         like = {n: _type_of(n, array[...], len(pieces)) for n, array in here.items()}
         if optimizer is not None:
@@ -425,26 +428,26 @@ class Store(abc.ABC):
         return read
 
     def every_row(self) -> Iterator[np.ndarray]:
-        """The rows of the kernel as they lie, some at a time."""
+        """The rows of the kernel in their stored order, in blocks."""
         return to_host_in_pieces(self.kernel[...])
 
 
 _NO_IDS = np.zeros(0, np.uint64)
-# Completes the columns of ids, which are at some places of a file.
+# Function that completes columns of rows, given the positions of their ids in a file.
 Completing = Callable[[np.ndarray, dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 
 def _piece(
     array: np.ndarray, number: int, pieces: int, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """A column of one of the pieces that a table is cut into."""
+    """The part of a column that belongs to one piece of a table."""
     if pieces == 1:
         return array
     return np.split(array, pieces, axis=1)[number].reshape(len(array), *shape)
 
 
 def with_columns(batch: FeatureBatch, name: str, columns: jax.Array) -> FeatureBatch:
-    """A batch whose matrix of one stack has other columns."""
+    """A batch in which the matrix of one stack has new columns."""
     stacks = {**batch.stacks, name: batch.stacks[name].with_indices(columns)}
     return dataclasses.replace(batch, stacks=stacks)
 
@@ -454,7 +457,7 @@ def _zeros(stack: Stack) -> jax.Array:
 
 
 def _type_of(name: str, array: Any, pieces: int) -> jax.ShapeDtypeStruct:
-    """The type of a column of a table that is cut into pieces."""
+    """The shape and dtype of a column of a whole table, which is cut into pieces."""
     if files.is_number(name):
         return jax.ShapeDtypeStruct((1,), array.dtype)
     shape = (1, *array.shape[1:])
@@ -464,7 +467,7 @@ def _type_of(name: str, array: Any, pieces: int) -> jax.ShapeDtypeStruct:
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The columns of all pieces of a table side by side."""
+    """Concatenates the columns of all pieces of a table."""
     if len(arrays) == 1:
         return arrays[0]
     return np.concatenate([a.reshape(len(a), -1) for a in arrays], axis=1)
