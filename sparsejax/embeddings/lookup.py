@@ -1,8 +1,8 @@
-"""The lookup of a stack of tables: one gather-matmul, however many tables and features.
+"""The lookup of a stack of tables: a single gather-matmul for all tables and features.
 
-This is the only place where rows are read in training. On a mesh each device has the ids of its
-own examples. It reads the rows of replicated tables itself, and asks their owners for the sums of
-others, see `sparsejax.mesh.exchange`.
+Training reads rows only here. On a mesh each device has the ids of its own examples. It reads rows
+of replicated tables itself, and requests the sums of other rows from their owners, see
+`sparsejax.mesh.exchange`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LONG = 64  # ids of an example
 
 
 class Call(NamedTuple):
-    """How a collection is called.
+    """Settings of a lookup.
 
     Attributes:
       settings: settings of the exchange between devices.
@@ -73,10 +73,10 @@ class Call(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Vectors that are added to bags behind the lookup.
+    """Vectors that are added to bags after the lookup.
 
     Attributes:
-      add: `add(y, *operands, divided=...)` returns `y` with them.
+      add: function: `add(y, *operands, divided=...)` returns `y` plus these vectors.
       operands: arrays.
     """
 
@@ -102,16 +102,16 @@ def look_up(
       x: matrix of the stack in a `FeatureBatch`, whose ids may have been sent to the devices
         that have their rows.
       call: settings of this lookup.
-      made: whether `x` has its combiners and blank bags already.
+      made: whether combiners and blank bags are already applied to `x`.
       order: the row of each entry of `x`, if the rows of the kernel are in any order.
-      beside: vectors to be added, such as those of ids without a row.
+      beside: vectors to add, such as those of ids without a row; or None.
 
     Returns:
       `[batch, bags, dim]`; on a mesh the batch is divided over all its devices, if it is a
       multiple of their number and axes are Auto, else over "data". And whether the exchange
       had too little room, or None if there was none.
     """
-    x = jax.tree.map(jnp.asarray, x)  # NumPy's would be checked again
+    x = jax.tree.map(jnp.asarray, x)  # NumPy arrays would be checked again
     settings, blank, dtype, after, implementation = call
     if isinstance(x, DividedRows):
         check_mesh(x.parts)
@@ -142,7 +142,7 @@ def look_up(
 
 @dataclasses.dataclass(frozen=True)
 class Sender:
-    """How the ids of a collection are sent before the step that reads their rows.
+    """Sends the ids of a collection to the owners of their rows, before the step that reads these.
 
     Attributes:
       names: names of the features.
@@ -161,7 +161,7 @@ class Sender:
         ids: Mapping[str, Ids] | FeatureBatch,
         exists: Bool[Array, "batch"] | None = None,
     ) -> tuple[FeatureBatch, Bool[Array, ""]]:
-        """The batch with `routes`, and whether the exchange has too little room.
+        """A batch with `routes`, and whether the capacity of the exchange is too small.
 
         If it has, these are of no use. Ids of dynamic tables in examples that do not exist
         ask for no row.
@@ -197,7 +197,10 @@ class Sender:
     def _ids_sent(
         self, stack: Stack, x: CSR
     ) -> tuple[DividedRows, Bool[Array, ""]] | None:
-        """Where the ids went, and whether an owner has too few places; None if none cross."""
+        """The routes of the ids, and whether an owner has too little capacity;
+
+        None if none are sent.
+        """
         rows = _rows(stack, True, x, self.settings, 0, is_made=False)
         if isinstance(rows, CSR) or (flag := rows.crowded()) is None:
             return None
@@ -227,12 +230,12 @@ class Sender:
 def sent(
     sender: Sender, ids: Mapping[str, Ids] | FeatureBatch
 ) -> tuple[FeatureBatch, Bool[Array, ""]]:
-    """`Sender.sent`; of the two forms of `Programs`."""
+    """`Sender.sent` as a compiled program, in two forms, see `Programs`."""
     return sender.sent(ids)
 
 
 def _period(stack: Stack, rows: CSR | DividedRows, examples: int) -> int:
-    """After how many entries those of the same table come again; see `in_turns`.
+    """Number of entries after which the tables repeat in the same order; see `in_turns`.
 
     0 if that is not known, or if examples are short. Of 26 ids, in the order of tables a
     lookup takes 2 to 5 % longer on an H200; of 214 ids it takes 11 to 25 % less.
@@ -244,16 +247,16 @@ def _period(stack: Stack, rows: CSR | DividedRows, examples: int) -> int:
 
 
 def _sorted_by(x: CSR, order: jax.Array, size: int) -> CSR:
-    """`x` with its entries by column, in an order of the columns that is given.
+    """Sorts the entries of `x` by a given order of the columns.
 
     A GPU program cuts the sorted entries into parts, and adds up the parts of a row that is
     cut. So where a row is cut must not depend on where other rows happen to lie. And a CPU
     sorts the entries of large tables, but not those of small ones.
 
     Args:
-      x: matrix that has no entries by column yet.
-      order: `[nse]` a number of each entry's column, which no other column has.
-      size: greater than all these numbers.
+      x: matrix whose entries were not sorted by column before.
+      order: `[nse]` sort key of each entry's column, unique for each column.
+      size: number above all sort keys.
     """
     columns = x.columns(padding=x.num_cols)
     number = jnp.where(columns < x.num_cols, order, size)
@@ -267,7 +270,7 @@ def _sorted_by(x: CSR, order: jax.Array, size: int) -> CSR:
 
 
 def made(stack: Stack, blank: int, x: CSR) -> CSR:
-    """The matrix with its combiners and blank bags."""
+    """Applies combiners and blank bags to the matrix of a stack."""
     x = combined(stack, x)
     return _with_blank(x, stack.bags, blank) if blank else x
 
@@ -281,7 +284,7 @@ def _rows(
     *,
     is_made: bool,
 ) -> CSR | DividedRows:
-    """The matrix with its combiners, as the kernel is divided."""
+    """The matrix with its combiners applied, divided as the kernel is."""
     bags, make = stack.bags + blank, functools.partial(made, stack, blank)
     if x.indptr.ndim == 1:
         if not is_made:
@@ -321,7 +324,7 @@ def _parts_of(x: CSR, keys: TableKeys) -> tuple[CSR, TableKeys]:
 
 
 def check_mesh(parts: CSR) -> None:
-    """Raises ValueError if another mesh is set than that for which devices have their parts."""
+    """Raises ValueError if the current mesh differs from the one for which a batch was divided."""
     sizes = parts.indptr.shape[:-1]
     if not mesh_is_set() or sizes != axis_sizes():
         raise ValueError(
@@ -331,7 +334,7 @@ def check_mesh(parts: CSR) -> None:
 
 
 def _with_blank(x: CSR, bags: int, blank: int) -> CSR:
-    """`x` with empty rows before the rows of each example."""
+    """Adds `blank` empty rows to `x` before the rows of each example."""
     starts = jnp.asarray(x.indptr)[:-1].reshape(-1, bags)
     starts = jnp.pad(starts, ((0, 0), (blank, 0)), mode="edge").reshape(-1)
     indptr = jnp.concatenate([starts, x.indptr[-1:]])
@@ -339,13 +342,13 @@ def _with_blank(x: CSR, bags: int, blank: int) -> CSR:
 
 
 def _sent_with_blank(x: DividedRows, bags: int, blank: int) -> DividedRows:
-    """The same, whose ids have been sent."""
+    """Does the work of `_with_blank` for ids that were already sent."""
 
     def part(x):
         parts = _with_blank(x.parts, bags, blank)
 
         def moved(bag):
-            # A bag of padding is behind the last one.
+            # Padding bags come after the last bag.
             example = lax.div(bag, jnp.int32(bags))
             return jnp.minimum(bag + blank * (example + 1), parts.num_rows)
 
@@ -362,7 +365,7 @@ def _sent_with_blank(x: DividedRows, bags: int, blank: int) -> DividedRows:
 
 
 def combined(stack: Stack, x: CSR) -> CSR:
-    """`x` with each row times the factor of its feature's combiner."""
+    """Multiplies each row of `x` by the combiner factor of its feature."""
     of_bag = np.concatenate(
         [[f.config.combiner or "sum"] * f.config.bags for f in stack.features]
     )

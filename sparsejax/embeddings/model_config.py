@@ -1,4 +1,4 @@
-"""Click models as data: frozen dataclasses, written to and read from versioned JSON."""
+"""Configurations of click models: frozen dataclasses, stored as versioned JSON."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class DynamicTables:
         self.table(1)
 
     def table(self, dim: int, init: Initializer | None = None) -> DynamicTableConfig:
-        """A table of this kind."""
+        """Makes the configuration of a dynamic table of width `dim`."""
         return DynamicTableConfig(dim=dim, init=init, **vars(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How the labels of a click model share its last layers; `SharedBottom` and others add theirs.
+    """The sharing of a click model's last layers by its labels; subclasses add settings.
 
     Attributes:
       tower: sizes of the layers that each label has alone; a last one of size 1 follows.
@@ -137,7 +137,7 @@ _SHARING: Mapping[str, type[Sharing]] = {
 
 
 def _check_sizes(name: str, value: Any) -> None:
-    """Raises TypeError or ValueError unless these are sizes."""
+    """Raises TypeError or ValueError unless the value is a sequence of positive integers."""
     sizes = value if isinstance(value, tuple) else (value,)
     if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
         raise TypeError(f"{name} must be of integers, got {value!r}")
@@ -218,7 +218,7 @@ class ClickModelConfig(ModelConfig):
 
     @classmethod
     def from_json(cls, document: codec.Json) -> Self:
-        """The configuration of a JSON object, which `to_json` or a person has made.
+        """Makes a configuration from a JSON object.
 
         "model" chooses the class.
 

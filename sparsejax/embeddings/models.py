@@ -38,7 +38,7 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import sgd
 from sparsejax.wide_ids import NUM_IDS
 
-# The factors of second order start small: they are multiplied with each other.
+# Factors of second order start small, as they are multiplied with each other.
 _factor_init = nnx.initializers.normal(0.01)
 # Histories for which a CPU makes no kernel of each example. A step of DIN, batch 512, took 52 ms of
 # processors with one and 57 without it for 50 places; 9.9 and 8.6 ms for 8.
@@ -50,7 +50,7 @@ Dense = Float[Array | np.ndarray, "batch columns"]
 
 
 class _OnMesh(NamedTuple):
-    """How tables lie on a mesh and what crosses, see `EmbeddingCollection`; and the labels."""
+    """Placement of tables, settings of the exchange, and labels; see `EmbeddingCollection`."""
 
     plan: EmbeddingPlan | Mapping[str, Placement]
     wire_dtype: jax.typing.DTypeLike | None
@@ -64,7 +64,7 @@ class _ClickModel[C: ClickModelConfig](nnx.Module):
     kind = "clicks"
     # Whether a training step is many short fusions, see `mesh.xla_options.is_timed`.
     short_fusions: ClassVar[bool] = True
-    # Whether there is a linear part, whatever the configuration says.
+    # Whether the model always has a linear part.
     _has_linear: ClassVar[bool] = False
 
     def __init__(
@@ -105,7 +105,7 @@ class _ClickModel[C: ClickModelConfig](nnx.Module):
         return {}
 
     def _build(self, rngs: nnx.Rngs) -> None:
-        """Makes the layers behind the tables."""
+        """Makes the layers that follow the tables."""
         raise NotImplementedError
 
     def __call__(
@@ -118,17 +118,17 @@ class _ClickModel[C: ClickModelConfig](nnx.Module):
         return self._finished(logit, dense, ids)
 
     def _trained(self, dense, ids) -> jax.Array:
-        """The logits of the layers that are trained, without those of the linear part."""
+        """The logits of the trained layers, without the linear part."""
         raise NotImplementedError
 
     def training_logits(
         self, dense: Dense, ids: Mapping[str, Ids] | FeatureBatch
     ) -> Float[Array, "batch *labels"]:
-        """The logit whose loss `fit` lowers: that of the model with a `share` of 1."""
+        """The logit whose loss `fit` minimizes: that of the model with a `share` of 1."""
         return self._finished(self._trained(dense, ids), dense, ids)
 
     def _finished(self, logit: jax.Array, dense, ids) -> jax.Array:
-        """The logits of the layers with those of the linear part, and by the labels before."""
+        """Adds the linear part to logits, and combines each label with its earlier label."""
         if self.linear is not None:
             logit = self.linear(dense, ids) + logit
         is_chain = any(before is not None for before in self.after)
@@ -157,7 +157,7 @@ class _ClickModel[C: ClickModelConfig](nnx.Module):
 
     @property
     def like(self) -> dict[str, str]:
-        """The features that read the table of another one, and that other one."""
+        """For each feature that reads another feature's table, the name of that feature."""
         return {
             feature.name: feature.config.table
             for stack in self.embeddings.stacks
@@ -167,13 +167,13 @@ class _ClickModel[C: ClickModelConfig](nnx.Module):
 
     @property
     def num_inputs(self) -> int:
-        """Dense columns and all numbers of embeddings."""
+        """Number of dense columns plus all numbers of the embeddings."""
         return self.num_dense + self.embeddings.num_outputs
 
     def add_ids(
         self, added: Mapping[str, int], *, optimizer: Optimizer | None = None
     ) -> None:
-        """Adds ids behind the known ones of some features: see `sparsejax.embeddings.add_ids`."""
+        """Adds ids after the known ids of features: see `sparsejax.embeddings.add_ids`."""
         new_ids.add_ids(self, added, optimizer=optimizer)
 
     def _inputs(self, dense, ids) -> jax.Array:
@@ -346,7 +346,7 @@ class WideDeep(_ClickModel[WideDeepConfig]):
 
 
 class _HistoryModel[H: (DINConfig, TINConfig)](_ClickModel[H]):
-    """The base of models whose candidate weighs histories."""
+    """Base class of models that weight the ids of a history by a candidate."""
 
     def _apart(self, features):
         histories = {name: of for name, of in features.items() if isinstance(of, str)}
@@ -370,7 +370,7 @@ class _HistoryModel[H: (DINConfig, TINConfig)](_ClickModel[H]):
         self.hidden = self._last(inputs, config.hidden, rngs)
 
     def _unit(self, rngs: nnx.Rngs) -> nnx.Module:
-        """The parameters that weigh a history."""
+        """Makes the parameters that weight the ids of a history."""
         raise NotImplementedError
 
     def _pooled(self, unit: Any, name: str, candidate: jax.Array, rows) -> jax.Array:
@@ -560,7 +560,7 @@ def _softmax(scores: jax.Array, known: jax.Array) -> jax.Array:
 
 
 class Fitted(nnx.Variable):
-    """An array that is fitted outside of training. Optimizers leave it as it is."""
+    """An array that is fitted outside of training. Optimizers do not change it."""
 
 
 class _Linear(nnx.Module):
@@ -624,7 +624,7 @@ def build_click_model(
     labels: Mapping[str, str | None] = _ONE_LABEL,
     rngs: nnx.Rngs,
 ) -> nnx.Module:
-    """The model of a configuration.
+    """Builds the click model that a configuration describes.
 
     >>> config = ClickModelConfig.from_json({"version": 1, "model": "dcn"})
     >>> model = build_click_model(config, num_dense=3, features={"user": 50}, rngs=nnx.Rngs(0))
@@ -729,7 +729,7 @@ def _vectors(rows: jax.Array, dim: int) -> jax.Array:
 
 
 def _check_labels(config: ClickModelConfig, labels: tuple[str, ...]) -> None:
-    """Raises ValueError if the configuration does not fit the number of labels."""
+    """Raises ValueError if the configuration is invalid for the number of labels."""
     if labels and config.regression:
         raise ValueError(
             f"regression=True is for one label, but there are {len(labels)}: leave it out"

@@ -1,4 +1,4 @@
-"""More ids for the tables of a model that is in use."""
+"""Adds ids to the tables of a trained model."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _fresh(fresh: jax.Array, *before: jax.Array) -> jax.Array:
 def _check(
     collections: Collection[EmbeddingCollection], added: Mapping[str, int], like: int
 ) -> None:
-    """Raises ValueError for what `add_ids` cannot do."""
+    """Raises ValueError for invalid arguments of `add_ids`."""
     tables = {
         table.name: table.config.num_rows
         for collection in collections

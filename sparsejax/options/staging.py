@@ -24,8 +24,8 @@ class Joining(Options):
       request_columns: Columns that come with each request.
       item_as: Column that gets the name of an item, and in item_columns has it.
       user_as: Column that gets the name of a row, and in user_columns has it.
-      history_as: Column that gets the list of the items of a row. By default it is the column
-        that is like that of the items.
+      history_as: Column that gets the list of the items of a row. By default the column
+        whose `like` is the column of the items.
       rank_by: Label by which candidates are ranked, if there are several; by default the first.
         Or in Python a factor for each of some labels, whose predictions are added:
         {"click": 1, "buy": 20}.

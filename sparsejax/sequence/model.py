@@ -310,7 +310,7 @@ class SequenceModel(nnx.Module):
         """Checks event columns, and adds at each position the context of the next event.
 
         Args:
-          events: the columns.
+          events: event columns by name.
           histories: the histories.
           request: whether the columns include the context of the event after the history.
               Otherwise the last position of the histories is only a target.

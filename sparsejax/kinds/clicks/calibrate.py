@@ -27,7 +27,7 @@ def calibrate(
     method: Method = "platt",
     negatives_kept: float | None = None,
 ) -> Calibrated:
-    """A click model whose probabilities are corrected, so that they are shares of clicks.
+    """Calibrates a click model, so that its predicted probabilities match shares of clicks.
 
     ::
 

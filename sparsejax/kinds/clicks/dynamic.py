@@ -32,7 +32,7 @@ def assigned(
     tables are in host memory, or if the ids were exchanged over the mesh.
 
     Args:
-      model: model whose dynamic tables give rows to the ids.
+      model: model whose dynamic tables are read by the ids.
       optimizer: the optimizer that trains it.
       ids: ids of each feature, one for each example, or a `FeatureBatch`.
       exists: `[batch]` bool: which examples exist. Ids of the others get no row.
