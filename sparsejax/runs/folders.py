@@ -19,7 +19,7 @@ import importlib
 import pathlib
 import shutil
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -283,7 +283,7 @@ def load_run(directory: str | pathlib.Path) -> tuple[Settings, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Folder:
-    """A run folder that was read. Its model is restored only once.
+    """A run folder that was read. It keeps no modules, so that commands can free their memory.
 
     Attributes:
       directory: path of the folder.
@@ -298,7 +298,7 @@ class Folder:
     data: Any = None
 
     @classmethod
-    def of(cls, directory: str | pathlib.Path, data: Any = None) -> Folder:
+    def of(cls, directory: str | pathlib.Path, data: Any = None) -> Self:
         """Reads a folder. Raises ValueError if it is not a run folder, or is damaged."""
         return cls(directory, *load_run(directory), data)
 
@@ -308,9 +308,7 @@ class Folder:
 
     def modules(self, ahead: Ahead | None = None) -> tuple[Any, Optimizer]:
         """The model and the optimizer; see `restored_modules`."""
-        if "_modules" not in vars(self):
-            object.__setattr__(self, "_modules", restored_modules(self, ahead))
-        return vars(self)["_modules"]
+        return restored_modules(self, ahead)
 
     def validated_model(self) -> Any:
         """The model that held-out data measured: without the part that was fitted on all data."""

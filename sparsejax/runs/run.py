@@ -20,7 +20,7 @@ from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.kinds.kind import Kind, kind_called, kind_of
 from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
 from sparsejax.kinds.reading import is_file, users_in
-from sparsejax.kinds.source import Source, item_names
+from sparsejax.kinds.source import Ahead, Source, item_names
 from sparsejax.mesh import processes
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.measuring import Evaluate, Report
@@ -58,7 +58,7 @@ class Run:
     the other functions.
     """
 
-    def __init__(self, kept: Folder, reading: Reading):
+    def __init__(self, kept: _Kept, reading: Reading):
         """Not for direct use: call `Run.train` or `Run.load`."""
         self._kept, self._reading = kept, reading
 
@@ -109,7 +109,7 @@ class Run:
             source = train(
                 pathlib.Path(directory), training.replaced(config=config), log=report
             )
-            kept = Folder.of(os.fspath(directory), _shown(source))
+            kept = _Kept.of(os.fspath(directory), _shown(source))
         except BaseException:
             if owned:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -128,7 +128,7 @@ class Run:
         Raises:
           ValueError: the folder is not a run folder, or is damaged.
         """
-        folder = Folder.of(pathlib.Path(asked.directory))
+        folder = _Kept.of(pathlib.Path(asked.directory))
         asked.check_kind(folder.settings.kind.name)
         reading = _with_table(asked.as_type(Reading), folder.known)
         return cls(folder, reading)
@@ -295,6 +295,15 @@ class Run:
         """
         asked.check_kind(self._kind.name)
         uses.export(asked, self._reading, self._kept)
+
+
+class _Kept(Folder):
+    """A run folder whose modules are restored once."""
+
+    def modules(self, ahead: Ahead | None = None) -> tuple[Any, Optimizer]:
+        if "_modules" not in vars(self):
+            vars(self)["_modules"] = super().modules(ahead)
+        return vars(self)["_modules"]
 
 
 def _model_of(

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import pathlib
+import weakref
 from typing import Any, cast
 
 import numpy as np
@@ -165,6 +166,16 @@ def test_a_run_is_saved_and_loaded_and_trained_on(folder, tmp_path):
     del run
     gc.collect()
     assert not place.exists()
+
+
+def test_a_run_keeps_its_modules_and_its_folder_does_not(folder):
+    """A command or a service that reads a folder can free the optimizer's state."""
+    run = sj.Run.train(folder / "items.txt", num_epochs=1)
+    assert run.model is run.model and run.optimizer is run.optimizer
+    opened = Folder.of(run.directory)
+    model, optimizer = map(weakref.ref, opened.modules())
+    gc.collect()
+    assert model() is None and optimizer() is None
 
 
 def test_tables_histories_and_clicks_in_memory(folder, tmp_path):
