@@ -631,5 +631,22 @@ def test_wrong_arguments(read, error, message, wrong_types):
         read()
 
 
+@pytest.mark.parametrize("form", ["table", "columns", "stream", "dicts"])
+def test_users_of_any_source_without_a_schema(form):
+    """A stream can be read only once, and the types of the columns are found first."""
+    columns = {"user": ["bob", "ann", "cy"], "plan": ["a", None, "b"], "age": [3, 1, 2]}
+    table = pa.table(columns)
+    given = {
+        "table": table,
+        "columns": columns,
+        "stream": table.to_reader(),
+        "dicts": iter(table.to_pylist()),
+    }
+    users = sj.data.read_user_features(given[form])
+    assert users.user_names.tolist() == ["bob", "ann", "cy"]
+    np.testing.assert_array_equal(users.columns["plan"], [2, 0, 3])
+    np.testing.assert_allclose(users.columns["age"], np.log1p([3, 1, 2]), rtol=1e-6)
+
+
 def of_kinds() -> SequenceDataset:
     return sj.read_sequences(ROWS, events=sj.EventSchema(kind="action"))

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from sparsejax.data.events.block import encoded_names, is_list, lists
+from sparsejax.data.events.pieces import TABLE
 from sparsejax.data.files import arrow
 from sparsejax.data.files.names import (
     NameEncoder,
@@ -157,8 +158,12 @@ def read_user_features(
       DataError: the table cannot be read, lacks a column, names a user twice, or lacks a name.
       ValueError: the schema has kinds, context or labels.
     """
+    if isinstance(source, Mapping):
+        source = table_of(source)
     if schema is None:
-        schema = _schema_of(*whole_table(source, user, ()), user)
+        path, table = whole_table(source, user, ())
+        schema = _schema_of(path, table, user)
+        source = table if path is TABLE else source  # a stream can be read only once
     reader, names = EventReader(schema), NameEncoder()
     own = reader.schema
     if own.kind is not None or own.context or own.several:
