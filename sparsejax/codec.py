@@ -174,9 +174,8 @@ def fields(kind: type, document: object, label: str) -> dict[str, Any]:
         optional = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
         if not optional and name not in given:
             raise ValueError(f'{label}: "{name}" is missing')
-    return {
-        key: value(hints[key], given[key], label, key) for key in given
-    }  # keys keep the order of the document
+    # Keys keep the order of the document.
+    return {key: value(hints[key], given[key], label, key) for key in given}
 
 
 def check_keys(given: Iterable[str], known: Iterable[str], label: str) -> None:

@@ -295,9 +295,9 @@ def _hidden(folder: pathlib.Path, told: _Path) -> Generator[pathlib.Path]:
             yield temporary
     except OSError as error:
         hidden = os.fspath(lock), os.fspath(temporary)
-        if error.filename in hidden or (
-            error.filename is None and error.errno in _FULL
-        ):  # the caller knows the final path, not the hidden ones
+        # The caller knows the final path, not the hidden ones.
+        is_full = error.filename is None and error.errno in _FULL
+        if error.filename in hidden or is_full:
             raise OSError(error.errno, error.strerror, os.fspath(told)) from error
         raise
     finally:

@@ -634,8 +634,9 @@ def build_click_model(
     Args:
       config: configuration of one of the models.
       num_dense: number of dense columns; may be 0.
-      features: number of ids of each feature, by the feature's name; or the name of another
-        feature, which has these ids, too, and whose table this feature reads.
+      features: number of ids of each feature, by the feature's name; the number 2^64 makes a
+        dynamic table, by `config.dynamic`. Or the name of another feature, which has these ids,
+        too, and whose table this feature reads; DIN and TIN read it as a history of that one.
         `ClickDataset.features` is such a mapping.
       plan: a plan made by `plan_embeddings`, or placements of some tables.
         `EmbeddingCollection` places the others.

@@ -24,6 +24,7 @@ from sparsejax.data.files.columns import account_of, account_of_histories
 from sparsejax.data.files.names import Names, as_names, find_names, quoted
 from sparsejax.data.files.opening import shown
 from sparsejax.data.files.parquet import first_schema, parquet_files
+from sparsejax.data.reading.histories import item_of
 from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.sets.assemble import Features
 from sparsejax.data.sets.click_schema import ClickSchema, vocabularies_of
@@ -90,19 +91,6 @@ def _baskets(source: Any) -> list[dict[str, Any]] | None:
         {"user": str(n), "item": [item_of(event) for event in history]}
         for n, history in enumerate(source)
     ]
-
-
-def item_of(event: Any) -> Any:
-    """The name of an event's item. The event is an object with an item, or the name itself.
-
-    Raises:
-      ValueError: an object has no item.
-    """
-    if not isinstance(event, Mapping):
-        return event
-    if "item" not in event:
-        raise ValueError(f"an event has no item: {dict(event)!r:.80}")
-    return event["item"]
 
 
 def _events_in(

@@ -129,7 +129,7 @@ class ItemContent(nnx.Module):
 
         def zeros(*shape, dtype=jnp.float32):
             spec = P(item_axes(), *[None] * (len(shape) - 1))
-            made = jit_sharded(_zeros, spec, static=(0, 1))(shape, jnp.dtype(dtype))
+            made = jit_sharded(jnp.zeros, spec, static=(0, 1))(shape, jnp.dtype(dtype))
             return FromData(made, **out_sharding(spec))
 
         self.log_half = nnx.Param(jnp.full((), math.log(_HALF), jnp.float32))
@@ -429,7 +429,3 @@ def _put(variable: nnx.Variable, value: np.ndarray) -> None:
 def _mean_norm(vectors: jax.Array, items: int) -> jax.Array:
     squares = jnp.sum(jnp.square(vectors.astype(jnp.float32)), axis=1)
     return jnp.sqrt(jnp.maximum(jnp.sum(squares) / items, 1e-12))
-
-
-def _zeros(shape, dtype):
-    return jnp.zeros(shape, dtype)

@@ -51,7 +51,7 @@ class LinearPart(nnx.Module):
     def __init__(self, config: LinearConfig, items: int):
         self.config, self.items = config, items
         shape = (padded_rows(items), min(config.rank, items))
-        zeros = jit_sharded(_zeros, BY_ROWS, static=(0,))(shape)
+        zeros = jit_sharded(jnp.zeros, BY_ROWS, static=(0,))(shape)
         self.kernel = FromData(zeros, **out_sharding(BY_ROWS))
         self.scale = FromData(jnp.zeros(shape[:1]))
         self.implementation: Implementation = None
@@ -94,7 +94,3 @@ class LinearPart(nnx.Module):
             before = variable[...]
             place = before.sharding if before.committed else None
             variable.set_value(jax.device_put(value, place))
-
-
-def _zeros(shape):
-    return jnp.zeros(shape)

@@ -186,9 +186,9 @@ class Prepare(Preparing, Formatted, kw_only=False):
     events: Any
     out: str | os.PathLike[str]
     _: dataclasses.KW_ONLY
-    histories: bool = option(False, Flag(gives=True))
+    histories: bool = option(False, SWITCH)
     schema: EventSchema | None = option(
-        None, Flag(type=pathlib.Path | None, value="FILE", default="")
+        None, Flag(type=pathlib.Path | None, value="FILE")
     )
     memory: str | None = option(None, Flag(value="SIZE", default="80 % of all"))
 

@@ -19,6 +19,7 @@ from sparsejax.data.reading.histories import (
     arrays_of,
     input_name,
     inputs_of,
+    item_of,
     unordered,
 )
 from sparsejax.data.reading.sources import (
@@ -350,9 +351,7 @@ def _parts_of(
                     'an event is an object, such as {"item": "tea", "time": 3}, with a value '
                     f"for each of the columns {[*used]}, got {event!r:.80}"
                 )
-            if "item" not in event:
-                raise ValueError(f"an event has no item: {dict(event)!r:.80}")
-        names.append([event["item"] for event in history])
+        names.append([item_of(event) for event in history])
         times.append([event.get("time", np.nan) for event in history])
         events += history
     columns = record_columns(events)

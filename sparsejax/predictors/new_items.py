@@ -117,9 +117,8 @@ def chosen(content: Content, features: ItemFeatures, known: Names) -> ItemFeatur
             f"the predictor has all of these {len(names):,} items; give the content of new "
             "ones"
         )
-    features = dataclasses.replace(
-        features, item_names=names
-    )  # spelled as in the predictor
+    # Spelled as in the predictor.
+    features = dataclasses.replace(features, item_names=names)
     some = features.align(new).like(content.known)
     empty = some.is_empty
     if empty.all():

@@ -210,7 +210,7 @@ def test_labels_may_be_missing(tmp_path, form):
     write(
         path, [["?" if form != "parquet" else "0", *cells] for _, *cells in lines], form
     )
-    found = [clicks.read_unlabelled(path, schema, train)]
+    found = [clicks.read_served(path, schema, train, labelled=False)]
     if form == "parquet":
         pq.write_table(pq.read_table(path).drop_columns("label"), path)
     else:
@@ -226,7 +226,7 @@ def test_labels_may_be_missing(tmp_path, form):
         path.write_bytes(
             gzip.compress(text.encode()) if form == "tsv.gz" else text.encode()
         )
-    found.append(clicks.read_unlabelled(path, schema, train))
+    found.append(clicks.read_served(path, schema, train, labelled=False))
     for each in found:
         assert not each.labels.any()
         np.testing.assert_array_equal(each.dense, train.dense)

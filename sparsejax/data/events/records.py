@@ -336,9 +336,8 @@ def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
     if len(opening) == len(closing):
         return len(data), None
     start = int(opening[array[opening - 1] != ord('"')][-1])  # begin of the open field
-    ends = np.flatnonzero(
-        array[:start] == ord("\n")
-    )  # ends of lines; the first one is the line end added above
+    # Ends of lines; the first one is the line end added above.
+    ends = np.flatnonzero(array[:start] == ord("\n"))
     line = lines.first + len(ends) - 1
     ends = ends[np.searchsorted(quotes, ends) % 2 == 0]  # drop ends inside quotes
     return int(ends[-1]), line

@@ -245,9 +245,8 @@ class NameEncoder:
 
     def _fold(self) -> None:
         merged = pa.concat_arrays([self._known, *self._waiting]).dictionary_encode()
-        final = arrow.numbers(
-            merged.indices
-        )  # known names come first and keep their codes
+        # Known names come first and keep their codes.
+        final = arrow.numbers(merged.indices)
         self._known = merged.dictionary
         self._settled += [final[codes] for codes in self._provisional]
         self._waiting, self._num_waiting, self._provisional = [], 0, []

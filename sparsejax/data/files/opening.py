@@ -168,10 +168,8 @@ class _WithBlankLines:
                 self._rest += chunk
                 if len(self._rest) <= MAX_LINE_BYTES:
                     continue
-                data, self._rest = (
-                    self._rest,
-                    b"",
-                )  # its reader raises the error about its length
+                # Its reader raises the error about its length.
+                data, self._rest = self._rest, b""
                 return data
             data, self._rest = self._rest + chunk[:cut], chunk[cut:]
             count = data.count(b"\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -35,6 +35,19 @@ Unordered = Source | SequenceDataset | str | None
 def input_name(column: str) -> str:
     """The name of the input that holds a column of events."""
     return column if column.startswith((CONTEXT, USERS)) else f"{EVENTS}{column}"
+
+
+def item_of(event: Any) -> Any:
+    """The name of an event's item. The event is an object with an item, or the name itself.
+
+    Raises:
+      ValueError: an object has no item.
+    """
+    if not isinstance(event, Mapping):
+        return event
+    if "item" not in event:
+        raise ValueError(f"an event has no item: {dict(event)!r:.80}")
+    return event["item"]
 
 
 def arrays_of(

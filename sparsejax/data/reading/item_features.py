@@ -535,10 +535,8 @@ def _table(
     if start.startswith(b"{"):
         try:
             first = json.loads(start.partition(b"\n")[0])
-        except (
-            ValueError,
-            RecursionError,
-        ):  # an object of several lines, or a very long one
+        # An object of several lines, or a very long one.
+        except (ValueError, RecursionError):
             return _json(path)
         are_lines = any(role_of(name) in ("item", "user") for name in first)
         return _json_lines(path) if are_lines else _json(path)

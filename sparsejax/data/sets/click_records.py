@@ -160,9 +160,8 @@ def _array(name: str, values: Any) -> pa.Array:
     try:
         try:
             found = pa.array(values, from_pandas=True)
-        except (
-            OverflowError
-        ):  # integers beyond int64, which Arrow takes if the type is given
+        # Integers beyond int64, which Arrow takes if the type is given.
+        except OverflowError:
             found = pa.array(values, pa.uint64())
     except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
         problem = " ".join(str(error).split())

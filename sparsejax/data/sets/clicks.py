@@ -515,29 +515,26 @@ def _check(
             times_of(block, schema.time, None)
 
 
-def read_unlabelled(
+def read_served(
     path: Paths,
     schema: ClickSchema,
     vocabulary: ClickDataset | Mapping[str, Names],
     *,
+    labelled: bool = True,
     skip_bad_lines: bool = False,
 ) -> ClickDataset:
-    """Calls `read_clicks` for files that need no labels: labels become 0, or NaN if several."""
-    known = known_vocabularies(schema, vocabulary)
-    options = {"labelled": False, "served": True, "skip_bad_lines": skip_bad_lines}
-    return _read(path, schema, known, **options)
+    """Reads examples to measure on or to score, which get the fixed values of columns.
 
-
-def read_served(
-    path: Paths,
-    schema: ClickSchema,
-    vocabulary: Mapping[str, Names],
-    *,
-    skip_bad_lines: bool = False,
-) -> ClickDataset:
-    """Calls `read_clicks` for examples to evaluate on: some columns get their fixed values."""
+    Args:
+      path: the files.
+      schema: types of the columns.
+      vocabulary: categories of the training data; others get the id of rare ones.
+      labelled: whether labels are read. Without, they are 0; of several labels all are missing.
+      skip_bad_lines: whether to skip lines that cannot be read, see `read_clicks`.
+    """
     known = known_vocabularies(schema, vocabulary)
-    return _read(path, schema, known, served=True, skip_bad_lines=skip_bad_lines)
+    how = {"labelled": labelled, "skip_bad_lines": skip_bad_lines}
+    return _read(path, schema, known, served=True, **how)
 
 
 def _read(

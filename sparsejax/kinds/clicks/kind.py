@@ -33,8 +33,6 @@ from sparsejax.kinds.clicks.reading import (
     fingerprint_of,
     groups_of,
     held_out,
-    known_of,
-    num_known,
     read_examples,
     read_like,
     were_trained_on,
@@ -70,6 +68,7 @@ from sparsejax.options.predicting import Write
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Fit, Training
 from sparsejax.sparse import CSR
+from sparsejax.wide_ids import NUM_IDS
 
 # A model with at least this AUC orders examples well, even if its probabilities are wrong.
 _ORDERS = 0.55
@@ -261,7 +260,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
             validation = fingerprint_of(heldout)
         return Source(
             data=data,
-            known=known_of(data),
+            known=self.known_of(data),
             everything=everything,
             chunks=[data.num_rows],
             fingerprint=fingerprint_of(data),
@@ -289,7 +288,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
             validation = fingerprint_of(heldout)
         return Source(
             data=data,
-            known=known_of(data),
+            known=self.known_of(data),
             everything=data,
             chunks=Stream(scan_of_clicks(data), None).chunks,
             fingerprint=data.fingerprint(),
@@ -320,7 +319,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
                     "from a run that knows them"
                 )
             data = without_rows(num_ids(schema, {}), schema, {})
-        known = known_of(data)
+        known = self.known_of(data)
         facts = {"everything": data, "known": known, "fingerprint": _FOLLOWED}
         return Source(data=data, chunks=[1], **facts)
 
@@ -369,17 +368,19 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
     def account(self, data: ClickDataset | ScannedClicks) -> str:
         return (
             f"{data.num_rows:,} examples, {len(data.schema.dense):,} dense columns, "
-            f"{num_known(data):,} ids of {len(data.num_ids):,} features"
+            f"{self.num_known(data):,} ids of {len(data.num_ids):,} features"
         )
 
     def known_of(self, data: ClickDataset | ScannedClicks) -> ClickDataset:
-        return known_of(data)
+        return without_rows(data.num_ids, data.schema, data.vocabularies)
 
     def load_known(self, path: pathlib.Path) -> ClickDataset:
         return ClickDataset.load(path)
 
-    def num_known(self, known: ClickDataset) -> int:
-        return num_known(known)
+    def num_known(self, known: ClickDataset | ScannedClicks) -> int:
+        sizes = [size for size in known.features.values() if not isinstance(size, str)]
+        # A column of 64-bit ids is not numbered, and counts as 1.
+        return sum(1 if size == NUM_IDS else size for size in sizes)
 
     def fingerprint_of(self, known: ClickDataset) -> str:
         schema = as_names([codec.text(known.schema.to_json())])

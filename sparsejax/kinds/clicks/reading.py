@@ -26,7 +26,6 @@ from sparsejax.data.sets.clicks import (
     check_same_schema,
     read_clicks,
     read_served,
-    read_unlabelled,
 )
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.kinds.clicks.scores import check_same_columns, check_same_labels
@@ -106,7 +105,8 @@ def read_like(
             schema = without_propensity(schema) if weighted else unweighted(schema)
             data = read_served(source, schema, vocabulary, skip_bad_lines=skip)
     else:
-        data = read_unlabelled(source, known.schema, vocabulary, skip_bad_lines=skip)
+        how = {"labelled": False, "skip_bad_lines": skip}
+        data = read_served(source, known.schema, vocabulary, **how)
     said = repr(data) if labelled else f"{data.num_rows:,} examples"
     reading.say(f"{name_of(source)}: {said}")
     return data
@@ -170,11 +170,6 @@ def held_out(clicks: ClickDataset, share: float) -> tuple[ClickDataset, ClickDat
     return clicks.split_rows(1 - share, seed=0)
 
 
-def known_of(data: ClickDataset | ScannedClicks) -> ClickDataset:
-    """A data set with the columns and ids of `data` and without examples."""
-    return without_rows(data.num_ids, data.schema, data.vocabularies)
-
-
 def without_rows(
     sizes: Mapping[str, int], schema: ClickSchema, vocabularies: Mapping[str, Names]
 ) -> ClickDataset:
@@ -195,14 +190,6 @@ def without_rows(
         weights=np.zeros(several, np.float32) if schema.label_weights else weights,
         propensities=None if schema.propensity is None else np.zeros(0, np.float32),
     )
-
-
-def num_known(data: ClickDataset | ScannedClicks) -> int:
-    """Total number of ids of all columns. A column of 64-bit ids is not numbered, and counts as
-    1.
-    """
-    sizes = [size for size in data.features.values() if not isinstance(size, str)]
-    return sum(1 if size == NUM_IDS else size for size in sizes)
 
 
 def fingerprint_of(clicks: ClickDataset) -> str:
