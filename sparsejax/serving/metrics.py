@@ -26,12 +26,14 @@ class Metrics:
             name = f"sparsejax_{name}"
             return Histogram(name, text, buckets=buckets, registry=registry)
 
-        self._requests = Counter(
-            "sparsejax_requests",
-            "Requests for predictions by protocol and status",
-            ["protocol", "code"],
-            registry=registry,
-        )
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"sparsejax_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"sparsejax_{name}", text, labels, registry=registry)
+
+        text = "Requests for predictions by protocol and status"
+        self._requests = counter("requests", text, "protocol", "code")
         # Counters of the protocols and statuses so far; looking them up by label takes longer.
         self._of_kind: dict[tuple[str, int], Counter] = {}
         self._seconds = histogram("request_seconds", "Of requests, whole", _SECONDS)
@@ -40,50 +42,24 @@ class Metrics:
         self._device = histogram("device_seconds", "A batch on the device", _SECONDS)
         self._rows = histogram("batch_rows", "Rows of a batch", _COUNTS)
         self._entries = histogram("batch_entries", "Entries of a batch", _COUNTS)
-        self._unknown = Counter(
-            "sparsejax_unknown_names", "Names that the model lacks", registry=registry
+        self._unknown = counter("unknown_names", "Names that the model lacks")
+        text = "Users whom neither the histories nor the columns of users have"
+        self._strangers = counter("unknown_users", text)
+        self._compilations = counter("compilations", "Programs compiled")
+        text = "Batches whose answer the items in int8 did not prove"
+        self._whole_passes = counter("whole_passes", text)
+        text = "Versions that were loaded, or could not be"
+        self._reloads = counter("reloads", text, "result")
+        text = "Looks that took changes of tables, or could not"
+        self._changes = counter("changes", text, "result")
+        text = "Number of the last changes that were taken"
+        self._change = gauge("changes_number", text)
+        text = (
+            "Lines of the log for which there was no room, as nobody read those before"
         )
-        self._strangers = Counter(
-            "sparsejax_unknown_users",
-            "Users whom the histories do not know",
-            registry=registry,
-        )
-        self._compilations = Counter(
-            "sparsejax_compilations", "Programs compiled", registry=registry
-        )
-        self._whole_passes = Counter(
-            "sparsejax_whole_passes",
-            "Batches whose answer the items in int8 did not prove",
-            registry=registry,
-        )
-        self._reloads = Counter(
-            "sparsejax_reloads",
-            "Versions that were loaded, or could not be",
-            ["result"],
-            registry=registry,
-        )
-        self._changes = Counter(
-            "sparsejax_changes",
-            "Looks that took changes of tables, or could not",
-            ["result"],
-            registry=registry,
-        )
-        self._change = Gauge(
-            "sparsejax_changes_number",
-            "Number of the last changes that were taken",
-            registry=registry,
-        )
-        Gauge(
-            "sparsejax_log_lines_dropped",
-            "Lines of the log for which there was no room, as nobody read those before",
-            registry=registry,
-        ).set_function(logs.dropped)
-        self._model = Gauge(
-            "sparsejax_model_version",
-            "1 for the version that serves",
-            ["model", "version"],
-            registry=registry,
-        )
+        gauge("log_lines_dropped", text).set_function(logs.dropped)
+        text = "1 for the version that serves"
+        self._model = gauge("model_version", text, "model", "version")
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
         jax.monitoring.register_event_listener(self._happened)
 
@@ -124,7 +100,7 @@ class Metrics:
         self._unknown.inc(names)
 
     def strangers(self, users: int) -> None:
-        """Counts users without saved history."""
+        """Counts users whom neither the histories nor the columns of users have."""
         self._strangers.inc(users)
 
     def reload(self, result: str) -> None:
