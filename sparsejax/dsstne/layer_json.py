@@ -27,21 +27,10 @@ from sparsejax.dsstne.layer_definition import (
 )
 
 _ANY_LAYER = ("Kind", "Type", "Name", "Sparse", "N", "pDropout")
-_READING_LAYER = (
-    "Source",
-    "Kernel",
-    "KernelStride",
-    "Function",
-    "Skip",
-    "Activation",
-    "RELUSlope",
-    "ELUAlpha",
-    "SELULambda",
-    "WeightNorm",
-    "DeltaNorm",
-    "WeightInit",
-    "SharedWeights",
-)
+_CURVES = ("Activation", "RELUSlope", "ELUAlpha", "SELULambda")
+_WEIGHTS = ("WeightNorm", "DeltaNorm", "WeightInit", "SharedWeights")
+_WINDOW = ("Kernel", "KernelStride", "Function")
+_READING_LAYER = ("Source", *_WINDOW, "Skip", *_CURVES, *_WEIGHTS)
 _KEYS_OF_KIND = {
     "Input": (*_ANY_LAYER, "DataSet"),
     "Hidden": (*_ANY_LAYER, *_READING_LAYER, "BatchNormalization", "SparsenessPenalty"),

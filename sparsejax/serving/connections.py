@@ -79,12 +79,10 @@ class _Connection(HttpToolsProtocol):
     _in_head = True
     _head = 0  # bytes of the complete headers
     _progress = True  # whether the parser completed a head, or found a part of a body
-    _silent = (
-        0  # bytes without progress: of a head, trailers or the extension of a chunk
-    )
-    _refusal: tuple[int, str] | None = (
-        None  # status and text; no more requests are read
-    )
+    # Bytes without progress: of a head, trailers or the extension of a chunk.
+    _silent = 0
+    # Status and text; no more requests are read.
+    _refusal: tuple[int, str] | None = None
     _lingered = 0  # bytes that arrived after the refusal was sent
     _has_ended = False  # whether the client has ended sending
 

@@ -25,9 +25,8 @@ _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 # New ids count up from a random one. Drawing each id would be a system call.
 _NEW = itertools.count(secrets.randbits(64))
 
-_MOMENT = (
-    0.05  # seconds in which lines of requests are collected, to be written together
-)
+# Seconds in which lines of requests are collected, to be written together.
+_MOMENT = 0.05
 _MOST = 2**23  # most bytes of lines that wait
 
 
