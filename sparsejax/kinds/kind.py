@@ -307,7 +307,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         raise NotImplementedError(f"a run of {self.name} cannot follow")
 
     def is_indicator(self, data: Any) -> bool:
-        """Whether the data has items without values, see `Source.indicator`."""
+        """Whether the data has no values, or its values are ignored."""
         return True
 
     @abc.abstractmethod
@@ -324,7 +324,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
 
     @abc.abstractmethod
     def num_known(self, known: Known) -> int:
-        """Number of known features, see `Source.num_features`."""
+        """Number of columns of the data; for clicks the number of all ids."""
 
     @abc.abstractmethod
     def fingerprint_of(self, known: Known) -> str:
