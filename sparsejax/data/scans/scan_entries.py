@@ -29,8 +29,10 @@ from sparsejax.data.sets.named_rows import UnknownFeaturesWarning
 class ScannedEntries[Rows](Scan[Rows, Entries]):
     """Rows of entries on disk. A subclass is a dataclass with the fields declared below."""
 
-    # The columns of events to read, with no events in them.
-    events: Events | None = None
+    @property
+    def _events(self) -> Events | None:
+        """Types and categories of the columns of events to read, as empty `Events`, or None."""
+        return None
 
     if TYPE_CHECKING:
 
@@ -64,8 +66,8 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
         if self.layout is not None:
             names = self.feature_names.tolist()
             digest.update(repr((self.layout, names)).encode())
-        if self.events is not None:
-            digest.update(codec.text(self.events.to_json()).encode())
+        if self._events is not None:
+            digest.update(codec.text(self._events.to_json()).encode())
         for group in self._row_groups:
             file = group.file
             facts = (file.size, group.number, group.rows, group.entries)
@@ -91,7 +93,7 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
     def _decode(self, group: Group, low: int, high: int) -> Entries:
         if self.layout is not None:
             return scan_tables.read_rows(
-                group, low, high, self.layout, self._vocabulary, self.events
+                group, low, high, self.layout, self._vocabulary, self._events
             )
         with group.file.open(one_group=True) as file:
             schema = file.schema_arrow

@@ -61,6 +61,10 @@ class ScannedSequences(ScannedEntries[Histories]):
     chunk_rows: int | None = None
     events: Events | None = None
 
+    @property
+    def _events(self) -> Events | None:
+        return self.events
+
     def without_rows(self) -> SequenceDataset:
         """An empty data set with these items and columns of events."""
         return no_histories(self.feature_names, self.events)
