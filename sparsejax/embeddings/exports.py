@@ -109,7 +109,7 @@ class _Memory:
     """The known content of a folder of changes.
 
     Attributes:
-      last: the last changes in it.
+      last: last changes in the folder.
       told: content of the folder for each stack.
       on_host: content for the columns of each stack in host memory; None if its rows are on the
           devices.

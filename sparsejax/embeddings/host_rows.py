@@ -537,7 +537,7 @@ class HostRows:
         """Gathers the rows that a batch needs, in a thread while the previous step runs.
 
         Args:
-          table: the slots.
+          table: slots of the stack.
           looked: the batch.
           arrays: the rows in host memory.
           before: task that copies rows just removed from the devices into host memory.

@@ -56,7 +56,7 @@ def add_ids(
       model: model that has one `EmbeddingCollection` or more.
       added: numbers of new ids, by the names of tables. Collections with a table of the same
         name all get them.
-      like: the id whose row is copied.
+      like: id whose row is copied for new ids.
       optimizer: the model's. Rows that drift are brought up to date first, as by its `flush`.
 
     Raises:
@@ -183,7 +183,7 @@ def _moved(
 
     Args:
       before: the stacks that had its tables.
-      after: the stack.
+      after: new stack.
       like: id whose row new ids copy; None leaves their rows as they are in `start`.
       start: array of the new stack, with the rows that were not moved.
       arrays: one array for each former stack.

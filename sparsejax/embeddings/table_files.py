@@ -38,7 +38,7 @@ def table_rows(
     Args:
       stack: the stack that the table is in.
       pieces: the pieces of the table, each with some of its columns.
-      kernel: the array of the stack.
+      kernel: array with the rows of the stack.
     """
     rows, dim = pieces[0].config.num_rows, pieces[0].config.dim
     count = min(rows, max(1, BLOCK_NUMBERS // dim))

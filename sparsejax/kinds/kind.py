@@ -209,7 +209,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         """Sets the number of items that the configuration's loss samples.
 
         Args:
-          config: the configuration.
+          config: configuration of the model.
           negatives: number of sampled items; None for a loss over all items.
           origin: whether the configuration comes from an earlier run that is trained further.
         """
@@ -233,7 +233,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         """Adapts the configuration, as `suited` does, if only the sizes of the data are known.
 
         Args:
-          config: the configuration.
+          config: configuration of the model.
           suited: names of settings that the data decides.
           sizes: the sizes of the data.
         """
@@ -374,9 +374,9 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         The result is None for other models: they are planned by their workload.
 
         Args:
-          config: the configuration.
+          config: configuration of the model.
           rule: the optimizer's rule.
-          schema: the columns of the data.
+          schema: schema of the data.
           examples: name of a file whose categories are counted, or None.
         """
         return None
@@ -387,7 +387,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         """Arguments of `plan` that describe columns of data without placed tables.
 
         Args:
-          schema: the columns of the data.
+          schema: schema of the data.
           examples: name of a file whose categories are counted, or None.
           users: a table of users, or None.
         """

@@ -146,7 +146,7 @@ def portable_ranker(model: Any, asked: Write) -> Portable:
     """Exports a `Recommender` that recommends up to `k` items.
 
     Args:
-      model: the recommender.
+      model: recommender to export.
       asked: arguments of `export_predictor`.
     """
     names, item_features = cast(Any, asked.names), asked.item_features

@@ -400,7 +400,7 @@ def some_rows[Data: SparseDataset | SequenceDataset](
 
     Args:
       data: data set that has the rows.
-      rows: the names.
+      rows: names of the rows to select.
       hint: advice to append to an error about the names.
 
     Raises:

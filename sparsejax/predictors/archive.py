@@ -83,7 +83,7 @@ def save(
     With several processes, the first one writes, and all help to collect the weights.
 
     Args:
-      path: the file.
+      path: path of the file.
       documents: JSON values by part name.
       programs: pairs of a number of rows and the program for it.
       weights: the first argument of each program.

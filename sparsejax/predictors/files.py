@@ -168,7 +168,7 @@ def read_signature(
     """Reads the signature of a file's programs, and the names in the file.
 
     Args:
-      parts: the archive.
+      parts: archive of the predictor.
       length: size of the file in bytes, which bounds the size of the names.
 
     Raises:

@@ -47,7 +47,7 @@ def counts(parts: zipfile.ZipFile, length: int) -> dict[str, int]:
     """The number of names in each list of a file.
 
     Args:
-      parts: the archive.
+      parts: archive of the predictor.
       length: size of the file in bytes, which bounds the size of the names.
 
     Raises:
@@ -72,7 +72,7 @@ def read(
     """Reads all names of a file.
 
     Args:
-      parts: the archive.
+      parts: archive of the predictor.
       counts: number of names in each list, see `counts`.
       length: size of the file in bytes, which bounds the size of the names.
 

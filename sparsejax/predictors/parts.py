@@ -56,8 +56,8 @@ class Parts:
       arguments: arguments of `Parts.of`, as plain values. From these another process makes an
           equal prediction, unless files have changed.
       predictor: hash of the predictor's content.
-      data: the prepared folder.
-      out: the folder of the parts.
+      data: path of the prepared folder.
+      out: path of the output folder.
       count: number of parts.
       k: number of items for each row.
       exclude_seen: whether items that a row already has are excluded.

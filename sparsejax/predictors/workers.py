@@ -133,7 +133,7 @@ def write_parts(parts: Parts, *, workers: int | None = None) -> int:
     If a process dies, another one computes its part again.
 
     Args:
-      parts: the prediction.
+      parts: description of the prediction.
       workers: number of processes, which share the cores. By default there is one for each GPU, or
           one if there is none. GPUs are assigned to them in turn.
 

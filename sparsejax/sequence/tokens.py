@@ -162,7 +162,7 @@ class Dropout(nnx.Dropout):
             return x
         assert self.rngs is not None
         key, width = self.rngs(), math.prod(x.shape[1:])
-        # values below this, of 2^16, are kept
+        # draws below this, of 2^16, keep a number
         least = max(1, round((1 - self.rate) * 2**16))
 
         def of_token(row, place):

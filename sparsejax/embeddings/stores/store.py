@@ -160,8 +160,8 @@ class Store(abc.ABC):
         """The parameter of a stack.
 
         Args:
-          owner: the collection.
-          stack: its tables.
+          owner: collection of the tables.
+          stack: stack of the collection.
           value: the rows; by default zeros.
         """
         del owner

@@ -243,7 +243,7 @@ class Evaluation:
         """Measures a model; see `evaluate`.
 
         Args:
-          model: the model.
+          model: model to measure.
           optimizer: the model's optimizer, if some of its updates of weight rows are still
               pending.
           deterministic: whether results are bitwise equal in every process on GPUs of one kind.

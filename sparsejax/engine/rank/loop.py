@@ -22,7 +22,7 @@ def collect(
     """Concatenates the results of all batches to `k` recommendations for each row.
 
     Args:
-      x: the rows that are scored.
+      x: rows that were scored.
       k: items per row.
       counts: number of rows in each batch; its results may have more rows.
       results: for each batch, in order, ids and scores and maybe values, each `[at least count, at

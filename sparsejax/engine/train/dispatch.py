@@ -133,7 +133,7 @@ class Epochs:
 
     Attributes:
       batch_size: rows of a step, including padding rows.
-      num_epochs: the argument.
+      num_epochs: number of epochs.
       num_rows: examples of an epoch.
 
     Raises:

@@ -375,7 +375,7 @@ def input_gradient(
     """Bytes of the gradient of a kernel `[rows, width]` from which a batch gathers rows.
 
     Args:
-      job: the training.
+      job: sizes of the training.
       entries: number of rows that the batch gathers.
       rows: number of kernel rows on a device.
       width: width of the kernel.

@@ -157,7 +157,7 @@ def train_step(
     """Trains all parameters in place by one step on the loss `sum_b weights_b loss_b`.
 
     Args:
-      model: the model.
+      model: model to train.
       optimizer: the optimizer of this model.
       x: input for the model's `encode`.
       labels: labels of the output.

@@ -163,7 +163,7 @@ class Staging(Protocol):
         If their rows do not fit into memory together, it yields parts of them.
 
         Args:
-          data: the examples.
+          data: examples on the devices.
           rows: row numbers of each step of an epoch, as in `Dispatch`.
           first: number of the first step.
           count: number of steps.

@@ -75,7 +75,7 @@ def read_like(
 
     Args:
       source: the file, or a data set.
-      known: the earlier data.
+      known: earlier data with the columns and ids.
       reading: settings of reading; its `say` is called with a summary.
       labelled: whether labels are read.
       append: whether new categories get ids after the known ones.

@@ -77,7 +77,7 @@ def compared(
     little.
 
     Args:
-      model: the model.
+      model: model to compare.
       train: the examples that it was trained on.
       validation: examples that it was not trained on, or None.
     """
