@@ -162,20 +162,17 @@ def test_a_run_is_saved_and_loaded_and_trained_on(folder, tmp_path):
     assert parameters(later.directory) == parameters(tmp_path / "c")
     assert parameters(tmp_path / "runs" / "monday") == before
 
+    # A run keeps its modules. A folder does not, so that a service of it has no optimizer.
+    assert run.model is run.model and run.optimizer is run.optimizer
+    opened = Folder.of(place)
+    modules = [weakref.ref(module) for module in opened.modules()]
+    gc.collect()
+    assert [module() for module in modules] == [None, None]
+
     # What was only kept for the run goes with it.
     del run
     gc.collect()
     assert not place.exists()
-
-
-def test_a_run_keeps_its_modules_and_its_folder_does_not(folder):
-    """A command or a service that reads a folder can free the optimizer's state."""
-    run = sj.Run.train(folder / "items.txt", num_epochs=1)
-    assert run.model is run.model and run.optimizer is run.optimizer
-    opened = Folder.of(run.directory)
-    model, optimizer = map(weakref.ref, opened.modules())
-    gc.collect()
-    assert model() is None and optimizer() is None
 
 
 def test_tables_histories_and_clicks_in_memory(folder, tmp_path):
