@@ -1,6 +1,7 @@
 """Columns of events: how they are read, saved, split and made to targets."""
 
 import dataclasses
+import functools
 import json
 from typing import Any, cast
 
@@ -475,6 +476,8 @@ def test_a_number_that_is_missing_is_no_label(tmp_path):
     assert data.events is not None
     wanted = np.array([np.nan, 0, np.log(4)], np.float32)
     np.testing.assert_array_equal(data.events["price"], wanted)
+    weights = data.with_targets(weights="price").weights
+    np.testing.assert_array_equal(weights, np.array([5, 0, np.log(4)], np.float32))
     data.save(tmp_path / "data.parquet")
     saved = sj.read_sequences(tmp_path / "data.parquet").events
     assert saved is not None and saved.schema == schema
@@ -589,6 +592,23 @@ ROWS = [{"user": "ann", "item": "tea", "action": "view", "price": 1.0}] * 2
             "no event is a target with a positive weight",
         ),
         (lambda: of_kinds().with_targets(), ValueError, "give targets=..., weights="),
+        *[
+            (
+                functools.partial(sj.EventSchema, dense=dense, ids=ids),
+                ValueError,
+                r"fixed=... is for columns of clicks.* out of \['a'\]",
+            )
+            for dense, ids in (
+                ({"a": DenseColumn(fixed=0.0), "b": DenseColumn()}, {}),
+                ({}, {"a": HashedColumn(9, fixed="x")}),
+                ({}, {"a": VocabularyColumn(fixed="x")}),
+            )
+        ],
+        (
+            lambda: labelled(labels=["price", "price"]),
+            ValueError,
+            "labels names a column twice",
+        ),
         (lambda: labelled(labels="sold"), ValueError, "labels names the column 'sold'"),
         (
             lambda: labelled(context=["action"]),
@@ -646,6 +666,16 @@ def test_users_of_any_source_without_a_schema(form):
     assert users.user_names.tolist() == ["bob", "ann", "cy"]
     np.testing.assert_array_equal(users.columns["plan"], [2, 0, 3])
     np.testing.assert_allclose(users.columns["age"], np.log1p([3, 1, 2]), rtol=1e-6)
+
+
+def test_numbers_of_users_may_be_beyond_those_that_floats_have():
+    users = [{"user": "ann", "number": 2**62 + 1}, {"user": "bob", "number": 0}]
+    found = sj.data.read_user_features(users).columns["number"]
+    np.testing.assert_allclose(found, [62 * np.log(2), 0], rtol=1e-6)
+
+
+def test_one_name_of_a_column_of_the_context_does():
+    assert sj.EventSchema(kind="action", context="action").context == ("action",)
 
 
 def of_kinds() -> SequenceDataset:

@@ -218,7 +218,7 @@ def _schema_of(path: Path, table: pa.Table, user: str) -> EventSchema:
 
 def _column_of(column: pa.Array) -> DenseColumn | None:
     """The `DenseColumn` for a column of numbers; None if no number is finite."""
-    numbers = arrow.numbers(column.cast(pa.float64()).drop_null())
+    numbers = arrow.numbers(column.cast(pa.float64(), safe=False).drop_null())
     if not len(numbers := numbers[np.isfinite(numbers)]):
         return None
     log1p = bool(numbers.min() >= 0)

@@ -375,9 +375,7 @@ class ClickSchema:
     @property
     def fixed(self) -> dict[str, float | str]:
         """The columns that only training reads, each with its fixed value outside training."""
-        columns = {**self.dense, **self.ids}
-        values = {name: getattr(c, "fixed", None) for name, c in columns.items()}
-        return {name: value for name, value in values.items() if value is not None}
+        return fixed_of({**self.dense, **self.ids})
 
     @property
     def used(self) -> list[str]:
@@ -413,6 +411,12 @@ def labels_document(labels: Mapping[str, LabelColumn]) -> dict[str, Any]:
     """The labels as an entry for the JSON object of a schema; empty if there are none."""
     columns = {n: codec.document(c, skip_defaults=True) for n, c in labels.items()}
     return {"labels": columns} if columns else {}
+
+
+def fixed_of(columns: Mapping[str, DenseColumn | IdColumn]) -> dict[str, float | str]:
+    """The fixed values of the columns that have one."""
+    values = {name: getattr(c, "fixed", None) for name, c in columns.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def check_columns(

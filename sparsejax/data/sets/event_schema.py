@@ -15,6 +15,7 @@ from sparsejax.data.sets.click_schema import (
     VocabularyColumn,
     check_columns,
     columns_document,
+    fixed_of,
     labels_document,
     with_columns_read,
 )
@@ -53,8 +54,9 @@ class EventSchema:
         permits it, is no label.
 
     Raises:
-      ValueError: a column has two roles, there is no column, the kinds are not in a
-        `VocabularyColumn` of their own, or `context` or `labels` name an unknown column.
+      ValueError: a column has two roles or a fixed value, there is no column, the kinds are not
+        in a `VocabularyColumn` of their own, or `context` or `labels` name an unknown column, or
+        one twice.
       TypeError: a column has an unknown type.
     """
 
@@ -77,6 +79,11 @@ class EventSchema:
                     f"column {name!r} is a KeyColumn, whose ids are for dynamic tables; "
                     "give events a HashedColumn or a VocabularyColumn"
                 )
+        if fixed := fixed_of({**self.dense, **self.ids}):
+            raise ValueError(
+                f"fixed=... is for columns of clicks, as events are read as they are: leave it "
+                f"out of {[*fixed]}"
+            )
         if self.kind is not None:
             column = self.ids[self.kind]
             if not isinstance(column, VocabularyColumn) or column.like is not None:
@@ -85,7 +92,10 @@ class EventSchema:
                     f"other, so that they have names, got {column!r}"
                 )
 
-        object.__setattr__(self, "context", tuple(self.context))
+        one = isinstance(self.context, str)
+        object.__setattr__(
+            self, "context", (self.context,) if one else tuple(self.context)
+        )
         if unknown := [name for name in self.context if name not in self.used]:
             raise ValueError(
                 f"context names the columns {unknown}, but the schema has {self.used}"
@@ -103,7 +113,9 @@ class EventSchema:
         """Checks the labels, and sets a `LabelColumn` for each."""
         given = self.labels
         if not isinstance(given, Mapping):
-            names = [given] if isinstance(given, str) else given
+            names = [given] if isinstance(given, str) else [*given]
+            if len(set(names)) < len(names):
+                raise ValueError(f"labels names a column twice: {names}")
             squared = LabelColumn("squared")
             given = {n: squared if n in self.dense else LabelColumn() for n in names}
         for name, column in given.items():

@@ -335,7 +335,8 @@ class SequenceDataset(NamedRows):
                     f"weights={weights!r} is no column of numbers of the events; there is "
                     f"{', '.join(map(repr, events.schema.dense)) or 'none'}"
                 )
-            found = events[weights]
+            found, missing = events[weights], events.schema.dense[weights].missing
+            found = np.where(np.isnan(found), missing or 0, found)  # of a label
         elif weights is not None:
             found = np.zeros_like(found)
             for kind, weight in weights.items():
