@@ -129,7 +129,7 @@ class Interactions[
             validation = fingerprint_of_heldout(self.matrix(heldout), data.row_names)
             if getattr(heldout, "events", None) is not None:
                 # The event columns of the rows select the targets, and are the context.
-                own = heldout.align_rows(data.row_names, missing="empty")
+                own = heldout.align_rows(np.sort(heldout.row_names))
                 validation = f"{validation}-{self.fingerprint(own)}"
         return Source(
             data=data,

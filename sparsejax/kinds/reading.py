@@ -83,14 +83,18 @@ def read_file(
 
 def _baskets(source: Any) -> list[dict[str, Any]] | None:
     """Rows from lists of names or of event objects; None if the source has another form."""
-    if not isinstance(source, list | tuple) or not source:
-        return None
-    if not all(isinstance(each, list | tuple) for each in source):
+    if not are_baskets(source):
         return None
     return [
         {"user": str(n), "item": [item_of(event) for event in history]}
         for n, history in enumerate(source)
     ]
+
+
+def are_baskets(source: Any) -> bool:
+    """Whether a source is a list of histories, whose rows have numbers in place of names."""
+    is_list = isinstance(source, list | tuple) and len(source) > 0
+    return is_list and all(isinstance(each, list | tuple) for each in source)
 
 
 def _events_in(
@@ -140,10 +144,22 @@ def read_histories(
       features: item names, or data that has items and maybe columns of events and users.
       events: event columns, unless `features` has them.
       users: user columns whose categories keep their ids, unless `features` has them.
+
+    Raises:
+      ValueError: the user columns differ from these, or cannot be found by name.
     """
-    users = getattr(features, "users", users)
+    users, of_run = getattr(features, "users", users), features is not None
     found = _read_histories(source, reading, features, events)
-    return _with_users(found, reading, users, of_run=features is not None)
+    if users is not None and of_run and are_baskets(source):
+        # A number may be the name of a user in the table, who is someone else.
+        nobody = users.rows(np.full(found.num_rows, -1))
+        return dataclasses.replace(found, users=nobody)
+    if reading.user_features is not None and not of_run and are_baskets(source):
+        raise ValueError(
+            "user_features=... is joined by the names of users, which lists of items do not "
+            "have: give the events as a table, or leave it out"
+        )
+    return _with_users(found, reading, users, of_run=of_run)
 
 
 def _with_users(
@@ -161,7 +177,7 @@ def _with_users(
       ValueError: the user columns differ from those that the model reads.
     """
     if (given := reading.user_features) is None:
-        if data.users is None or not of_run:
+        if data.users is None or (known is None and not of_run):
             return data
         own = None if known is None else data.users.like(known, "the data")
         return dataclasses.replace(data, users=own)

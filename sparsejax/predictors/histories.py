@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
@@ -168,6 +169,10 @@ class Ordered(Items):
                 if options.get("times") is not None:
                     raise ValueError("events have their times; leave out times=...")
                 options["times"] = times[0] if one else times
+            elif _fall(times):
+                raise ValueError(
+                    "the times of the events fall within a history: give the oldest event first"
+                )
             columns, histories = of_events | columns, names[0] if one else names
         if columns:
             options["columns"] = columns
@@ -357,6 +362,15 @@ def _parts_of(
     columns = record_columns(events)
     missing = [None] * len(events)
     return names, times, {name: columns.get(name, missing) for name in used}
+
+
+def _fall(times: Sequence[Sequence[Any]]) -> bool:
+    """Whether a time is before that of the event before it, of events that have times."""
+    try:
+        pairs = (pair for each in times for pair in itertools.pairwise(each))
+        return any(after < before for before, after in pairs)
+    except TypeError:  # some have none, or they are of several types
+        return False
 
 
 def _of_records(begin: str, records: Any) -> dict[str, Any]:

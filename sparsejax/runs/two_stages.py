@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from sparsejax import metrics
 from sparsejax.data.files.names import Names, quoted, to_arrow
@@ -25,7 +26,7 @@ from sparsejax.data.sets.click_schema import (
 )
 from sparsejax.engine.rank.evaluation import Setup, prepared_evaluation
 from sparsejax.engine.rank.recommendations import Recommendations
-from sparsejax.kinds.reading import some_rows
+from sparsejax.kinds.reading import are_baskets, some_rows
 from sparsejax.kinds.source import item_names
 from sparsejax.kinds.stages import Stages
 from sparsejax.options.option import takes
@@ -145,7 +146,7 @@ class TwoStage:
         size = self._rows_at_once
         setup = Setup(popularity=seen, batch_size=size, **counted)
         self._check_k(max(setup.ks))
-        model, shown = self._staged(data, asked.requests)
+        model, shown = self._staged(data, asked)
         prepared = prepared_evaluation(shown, kind.matrix(heldout), setup)
         most = model.candidates
         found = prepared.run(model, keep_rows=asked.keep_rows)
@@ -185,7 +186,7 @@ class TwoStage:
         if asked.context is not None:
             data = data.with_context(asked.context)
         exclude = kind.excluded(asked, self._reading, self._first, data)
-        model, shown = self._staged(data, asked.requests)
+        model, shown = self._staged(data, asked)
         options = asked.shared_with(Rank) | {
             "inputs": shown,
             "exclude": None if exclude is None else kind.matrix(exclude),
@@ -319,19 +320,23 @@ class TwoStage:
             ranks_by=_ranks_by(self._schema, self._asked.rank_by),
         )
 
-    def _staged(self, data: Any, requests: Any) -> tuple[Stages, Inputs]:
+    def _staged(
+        self, data: Any, asked: EvaluateJoined | RecommendJoined
+    ) -> tuple[Stages, Inputs]:
         """The combined model, and its inputs for some data."""
         kind = self._kind
         first, shown, _ = kind.shown(self._first.model(), data, None)
         names, lists = data.row_names, lists_of(data, self._names)
-        arrays = self._requests.arrays(self._columns(names, requests), lists)
+        arrays = self._requests.arrays(self._columns(names, asked), lists)
         parts = {n: NamedArray("requests", a, names) for n, a in arrays.items()}
         inputs = _Shown({**shown.parts, **parts}, False, self._names)
         return self._model(first), inputs
 
-    def _columns(self, rows: Names, requests: Any) -> dict[str, Any]:
+    def _columns(
+        self, rows: Names, given: EvaluateJoined | RecommendJoined
+    ) -> dict[str, Any]:
         """The request columns of the given rows, by name."""
-        asked, columns = self._asked, {}
+        asked, requests, columns = self._asked, given.requests, dict[str, Any]()
         chosen = {
             place: [n for n, its in self._places.items() if its == place]
             for place in self._places.values()
@@ -340,6 +345,8 @@ class TwoStage:
             columns[name] = to_arrow(rows)
         if self._users is not None:
             columns |= self._users.of(rows, chosen.get(_USER_COLUMNS, []))
+        if are_baskets(given.inputs):  # their numbers may be names of other users
+            columns = {n: pa.nulls(len(rows), x.type) for n, x in columns.items()}
         wanted = chosen.get(_REQUEST_COLUMNS, [])
         if bool(wanted) != (requests is not None):
             raise ValueError(

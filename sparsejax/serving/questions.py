@@ -287,11 +287,9 @@ class Lists(_Ranked):
             ends = itertools.pairwise(histories.indptr.tolist())
             options[self._beside] = [numbers[a:b] for a, b in ends]
         if self._beside_items:
-            columns = _columns_of(self._beside_items, tensors, items, kept, rows)
-            if self._people is not None and users is not None:
-                known, places = self._people
-                columns[USERS] = known.rows(places.find([*users.data]))
-            options["columns"] = columns
+            options["columns"] = _columns_of(
+                self._beside_items, tensors, items, kept, rows
+            )
         elif self._columns:
             options["columns"] = self._further_columns(tensors, rows, limits)
         for name in self._lists:
@@ -308,11 +306,20 @@ class Lists(_Ranked):
                 options[self._beside] = beside
         k, options["exclude_seen"] = self._k(asked), _exclude_seen(asked)
         try:
+            if self._people is not None and users is not None:
+                options["columns"][USERS] = self._known_users(users, options["columns"])
             given, unknown = self._model.rows_of_names(histories, only=only, **options)
         except (DataError, TypeError, ValueError) as error:
             raise RefusedError(422, str(error)[:500]) from None
         padded, strangers = len(items.shape) == 2, self._strangers(users, rows)
         return Question(given, rows, unknown, k, padded, only is not None, strangers)
+
+    def _known_users(self, users: Tensor, columns: Mapping[str, Any]) -> Events:
+        """The columns of the users of a request, beside those that it has itself."""
+        assert self._people is not None
+        known, places = self._people
+        sent = {name.removeprefix(USERS) for name in columns if name.startswith(USERS)}
+        return known.rows(places.find([*users.data]), replaced=sent)
 
     def _strangers(self, users: Tensor | None, rows: int) -> np.ndarray | None:
         """For each row 1 if its user is unknown; None without histories and columns of users."""

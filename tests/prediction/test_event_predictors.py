@@ -11,6 +11,7 @@ from served import Client, listening, tensor
 import sparsejax as sj
 from sparsejax.data import DataError, DenseColumn, HashedColumn, VocabularyColumn
 from sparsejax.serving.engine import Shape
+from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor
 from sparsejax.serving.questions import form_of
 from sparsejax.serving.service import Service, Settings
 
@@ -253,6 +254,10 @@ def test_a_request_has_the_columns_of_its_users(of_users):
     np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
     names, lists = predictor.names(found), requested(events())
     how: dict[str, Any] = {"exclude_seen": False}
+    with pytest.raises(ValueError, match="fall within a history: give the oldest"):
+        predictor.recommend_names(
+            [{"item": "i1", "time": 2}, {"item": "i2", "time": 1}]
+        )
     # Events may be objects also where no columns are read, and other keys are not read.
     for histories in (lists, [[e["item"] for e in each] for each in lists]):
         again = predictor.recommend_names(histories, users=records(PEOPLE), **how)
@@ -332,6 +337,15 @@ def test_a_service_takes_columns_of_users_or_looks_them_up(of_users, tmp_path):
     assert "users/age" in [each.name for each in form_of(loaded).inputs]
     with pytest.raises(ValueError, match="nothing is known of 1 users"):
         loaded.recommend_names(["i1"])
+    form = form_of(loaded, user_features=str(table))
+    asked = {
+        "items": Tensor("items", "BYTES", (1, 1), ["i1"]),
+        "users": Tensor("users", "BYTES", (1,), ["nosuch"]),
+    }
+    with pytest.raises(RefusedError, match="nothing is known of 1 users"):
+        form.question(Asked(None, {}, asked), Limits())
+    asked["users/age"] = Tensor("users/age", "FP32", (1,), np.array([3.0]))
+    assert form.question(Asked(None, {}, asked), Limits()).num_rows == 1
     plain = Service("shop", Settings(user_features=str(table)))
     with pytest.raises(ValueError, match="reads no columns of users; leave"):
         data = of_users[1].with_users(None)

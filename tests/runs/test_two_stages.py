@@ -160,6 +160,17 @@ def test_scores_are_the_probabilities_of_the_joined_table(first, second) -> None
         )
 
 
+def test_lists_of_items_are_of_nobody_in_the_table_of_users() -> None:
+    one, other = retrieval("items"), ranking("din")
+    found = []
+    for name in ("0", "nobody"):
+        columns = COLUMNS | {"user_columns": {"user": [name], "age": [90.0]}}
+        both = sj.TwoStage(one, other, candidates=5, **columns)
+        ask: dict[str, Any] = {"k": 5, "requests": {"device": ["phone"]}}
+        found.append(both.recommend(inputs=[["i1", "i2"]], **ask).scores)
+    np.testing.assert_array_equal(*found)
+
+
 class ByValues(nnx.Module):
     """Ranks items by the values of a row, of which those below 0 give NaN."""
 

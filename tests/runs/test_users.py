@@ -12,6 +12,9 @@ import pytest
 
 import sparsejax as sj
 from sparsejax.cli.main import main
+from sparsejax.kinds.histories.kind import KIND
+from sparsejax.options.training import Training
+from sparsejax.runs.folders import Folder
 
 PLANS = sj.EventSchema(ids={"plan": sj.data.VocabularyColumn()})
 CONFIG = sj.GRUConfig(max_length=2, width=32, blocks=1, dropout=0.0)
@@ -136,6 +139,62 @@ def test_a_column_of_a_user_changes_the_answers_of_this_user_alone(run):
     np.testing.assert_array_equal(scores(run, rest), answers[2])
     np.testing.assert_array_equal(answers[3], answers[4])
     assert (answers[2][row] != answers[3][row]).any()
+
+
+def test_histories_in_lists_are_of_nobody_in_the_table(run, tmp_path):
+    """Their numbers may be names of users. Answers are those for users that the table lacks."""
+    ask: dict[str, Any] = {"k": 8, "exclude_seen": False}
+    strangers = pandas.DataFrame({"user": ["x", "y"], "item": ["i1", "i1"]})
+    numbered = pandas.DataFrame({"user": ["0", "1"], "plan": ["paid", "free"]})
+    with_table = sj.Run.load(run.directory, user_features=numbered)
+    with pytest.warns(UserWarning, match="has '0', '1', and no user of the data.*'x'"):
+        wanted = with_table.recommend(inputs=strangers, **ask).scores
+    lists = [["i1"], ["i1"]]
+    for each in (with_table, sj.Run.load(run.directory)):
+        found = each.recommend(inputs=lists, **ask)
+        np.testing.assert_array_equal(found.scores, wanted)
+    named = strangers.assign(user=["0", "1"])
+    assert (with_table.recommend(inputs=named, **ask).scores != wanted).any()
+    run.export(tmp_path / "p", k=8, batch_size=2)
+    answers = sj.load_predictor(tmp_path / "p").recommend_names(
+        lists, exclude_seen=False
+    )
+    assert answers == found.names()
+    with pytest.raises(ValueError, match="which lists of items do not have"):
+        sj.Run.train(lists, user_features=numbered, config=SMALL)
+
+
+def test_saved_users_have_the_categories_of_the_run_before(run, tmp_path):
+    table, people, _ = world(9)
+    people.loc[:3, "plan"] = "gold"  # more frequent than "free" and "paid"
+    own = sj.data.read_user_features(people, PLANS)
+    sj.read_sequences(table, users=own).save(tmp_path / "later")
+    kind: Any = KIND
+    training = Training(tmp_path / "later", config=SMALL, origin=run.directory)
+    found = kind.read_to_train(training, Folder.of(run.directory))
+    known = sj.data.read_user_features(people, run.known.users)
+    wanted = known.of(found.row_names)["plan"]
+    np.testing.assert_array_equal(found.users["plan"], wanted)
+    # A run without columns of users leaves them out.
+    plain = sj.Run.train(table, tmp_path / "plain", config=SMALL, **HOW)
+    found = kind.read_to_train(training, Folder.of(plain.directory))
+    assert found.users is None
+
+
+def test_validation_may_lack_users_of_whom_all_numbers_must_be_known():
+    table = world(9)[0].assign(action="view")
+    people = pandas.DataFrame({"user": [f"u{n}" for n in range(9)], "age": range(9)})
+    strict = sj.EventSchema(dense={"age": sj.data.DenseColumn()})
+    users = sj.data.read_user_features(people, strict)
+    training = Training(
+        table,
+        config=SMALL,
+        schema=sj.EventSchema(kind="action"),
+        validation=table[table.user < "u4"],
+        user_features=users,
+    )
+    kind: Any = KIND
+    assert kind.source(training, None).heldout.num_rows == 4
 
 
 def test_a_resume_and_a_later_run_notice_another_table(run):

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from sparsejax import codec
+from sparsejax.callers import warn_caller
 from sparsejax.data.events.block import Block, Cells
 from sparsejax.data.files.entries import taken
-from sparsejax.data.files.names import Names, as_names, find_names, spelled_like
+from sparsejax.data.files.names import (
+    Names,
+    as_names,
+    find_names,
+    quoted,
+    spelled_like,
+)
 from sparsejax.data.files.opening import Path
 from sparsejax.data.files.stored import EVENTS
 from sparsejax.data.sets.click_columns import (
@@ -281,8 +288,12 @@ class Events:
         """Selects events by their positions."""
         return self.with_columns(taken(self.columns, at))
 
-    def rows(self, at: np.ndarray) -> Events:
+    def rows(self, at: np.ndarray, *, replaced: Collection[str] = ()) -> Events:
         """Selects users by their positions; -1 is an unknown user, with missing values.
+
+        Args:
+          at: positions of the users.
+          replaced: columns that the caller replaces, so that they need no value for missing ones.
 
         Raises:
           ValueError: a user is unknown, and a column of numbers has no value for missing ones.
@@ -299,13 +310,13 @@ class Events:
                 continue
             if (number := self.schema.dense.get(name)) is None:
                 found[unknown] = MISSING if found.ndim == 1 else _PADDING
-            elif number.missing is None:
+            elif number.missing is None and name not in replaced:
                 raise ValueError(
                     f"nothing is known of {unknown.sum():,} users, and the column of users "
                     f"{name!r} does not say which number they have: DenseColumn(missing=0.0)"
                 )
             else:
-                found[unknown] = number.missing
+                found[unknown] = number.missing or 0
         return self.with_columns(columns)
 
     def joined(self, others: Events) -> Events:
@@ -554,8 +565,16 @@ class UserFeatures:
     def of(self, names: Names) -> Events:
         """The columns for users with these names; unknown users get missing values.
 
+        It warns if all users are unknown: their names may be spelled in another way.
+
         Raises:
           ValueError: a user is unknown, and a column of numbers has no value for missing ones.
         """
         own = spelled_like(self.user_names, names)
-        return self.columns.rows(find_names(names, own))
+        at = find_names(names, own)
+        if len(names) and at.max() < 0:
+            warn_caller(
+                f"the table of users has {quoted(self.user_names)}, and no user of the data, "
+                f"which has {quoted(names)}: nothing is known of them"
+            )
+        return self.columns.rows(at)

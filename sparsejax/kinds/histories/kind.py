@@ -303,6 +303,8 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             )
         users = None if before is None else getattr(before.known, "users", None)
         data = read_histories(training.data, training, events=events, users=users)
+        if before is not None and users is None and training.user_features is None:
+            data = data.with_users(None)
         if before is not None and (data.users is None) != (users is None):
             remedy = "give it again" if data.users is None else "leave it out"
             has = "with" if data.users is None else "without"
