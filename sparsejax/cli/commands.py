@@ -109,7 +109,8 @@ def _of_same_targets(
         return [asked, asked]
     [one] = [run for run, each in zip(runs, stated, strict=True) if each != nothing]
     [rival] = [run for run in runs if run is not one]
-    heldout = one.settings.kind.targets_alone(asked, reading, one, rival)
+    own = _for_run(one, runs, reading)
+    heldout = one.settings.kind.targets_alone(asked, own, one, rival)
     other = asked.replaced(heldout=heldout)
     return [other if each == nothing else asked for each in stated]
 

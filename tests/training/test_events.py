@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
+from sparsejax.data.sets.click_records import cells_of
+from sparsejax.kinds.histories.next_items import rank_by_of
 from sparsejax.runs.report import examples_of
 
 ITEMS = 8
@@ -197,6 +199,43 @@ def test_labels_reach_their_bounds_and_rank_purchases_higher(name):
     np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-5)
 
 
+def test_a_name_of_a_label_is_found_or_an_error():
+    ids = {"then": sj.data.VocabularyColumn(), "hour": sj.data.HashedColumn(9)}
+    schema = sj.EventSchema("action", SECONDS, ids, labels=["action", "then", "hour"])
+    rows = [
+        {"user": "u", "item": f"i{n}", "action": kind, "then": then, "hour": 7}
+        for n, (kind, then) in enumerate((("view", "buy"), ("buy", "stay")))
+    ]
+    table = [row | {"seconds": None} for row in rows]
+    data = sj.read_sequences(table, events=schema)
+    model, _ = sj.build(sj.GRUConfig(max_length=4, width=4, blocks=1), data)
+    events = data.events
+    assert events is not None
+    head: Any = model.next_event
+    for name, label, one in (
+        ("view", "action", {"action": ["view"]}),
+        ("action=buy", "action", {"action": ["buy"]}),
+        ("then=buy", "then", {"then": ["buy"]}),
+        ("hour=7", "hour", {"hour": [7]}),
+    ):
+        found = rank_by_of(model, events, name)
+        [first] = [each.first for each in head.labels if each.name == label]
+        cells = cells_of(one, [label])
+        assert found.place == first + events.read(cells, [label])[label][0] - 1
+    for name, message in (
+        ("buy", "is a label of several columns"),
+        ("sold", "is not a label"),
+        ("action=sold", "is not a label"),
+        ("action=nan", "is not a label"),  # which is how a missing value is written
+        ("hour=nan", "is not a label"),
+        ("seconds", "is not a label"),
+    ):
+        with pytest.raises(ValueError, match=f"rank_by='{name}' {message}"):
+            rank_by_of(model, events, name)
+    with pytest.raises(ValueError, match="needs a model of histories whose events"):
+        rank_by_of(object(), events, "buy")
+
+
 def test_a_resume_gives_the_same_bits(tmp_path):
     data = whole(SCHEMA).with_targets("buy")
 
@@ -296,6 +335,25 @@ def test_the_request_has_the_context_of_the_event_to_come():
     vectors = [sj.user_vectors(model, each) for each in (of_all, missing)]
     same = (vectors[0] == vectors[1]).all(axis=1)
     assert same[:29].all() and not same[29]
+
+
+def test_held_out_events_may_be_of_new_users_alone():
+    """Of another user there are none. The inputs have a context, but not for the new user."""
+    price = sj.data.DenseColumn(missing=0.5)
+    schema = sj.EventSchema(
+        "action", {"price": price}, context="price", labels="action"
+    )
+    data = sj.read_sequences(world(3), events=schema)
+    model, _ = sj.build(sj.GRUConfig(max_length=4, width=4, blocks=1), data)
+    shown, heldout = data.split_last()
+    shown = shown.align_rows(["u0", "other"], missing="empty")
+    heldout = heldout.align_rows(["u2", "other"], missing="empty")
+    with pytest.warns(UserWarning, match="have a log loss, but no AUC"):
+        found, same = (
+            sj.evaluate(model, each, heldout, k=1, exclude=None)
+            for each in (shown, shown.with_context({"price": 0.1}))
+        )
+    assert str(found) == str(same) and found["log_loss/action=buy"] > 0
 
 
 def planned(users: int, seed: int = 0) -> tuple[pandas.DataFrame, Any]:

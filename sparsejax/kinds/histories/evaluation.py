@@ -99,9 +99,10 @@ def label_metrics(
     if head is None or not isinstance(heldout, SequenceDataset):
         return {}
     check_events(ranker.model, heldout, "heldout")
+    shown = _with_new_rows(inputs, heldout)
     heldout = heldout.align_rows(heldout.row_names[np.diff(heldout.indptr) > 0])
     events: Any = heldout.events
-    shown = _with_new_rows(inputs, heldout).align_rows(heldout.row_names)
+    shown = shown.align_rows(heldout.row_names)
     shown = shown_of(ranker.model, shown.with_context_of(heldout))
     first, rows = heldout.indptr[:-1], np.arange(heldout.num_rows)
     size = rows_in_a_batch(batch_size or 512, len(rows))
@@ -191,5 +192,6 @@ def _with_new_rows(
         indptr=np.pad(inputs.indptr, more, mode="edge"),
         row_names=np.concatenate([inputs.row_names, new]),
         left_out=None if left_out is None else np.pad(left_out, more),
+        context=None,  # that of these rows is not known
         users=users,
     )

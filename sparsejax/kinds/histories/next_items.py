@@ -18,7 +18,7 @@ from sparsejax.data.reading.histories import (
 )
 from sparsejax.data.reading.sources import Inputs, check_columns
 from sparsejax.data.sets.click_records import cells_of
-from sparsejax.data.sets.click_schema import RARE, vocabulary_of
+from sparsejax.data.sets.click_schema import MISSING, RARE, vocabulary_of
 from sparsejax.data.sets.event_schema import CONTEXT, USERS
 from sparsejax.data.sets.events import Events
 from sparsejax.data.sets.sequences import SequenceDataset
@@ -287,7 +287,7 @@ def rank_by_of(model: Any, events: Events | None, name: str) -> RankBy:
             continue
         cells = cells_of({label.name: [category]}, [label.name])
         place = int(events.read(cells, [label.name])[label.name].reshape(-1)[0])
-        if names is None or place != RARE:
+        if place != MISSING and (names is None or place != RARE):
             found.append(RankBy(label, label.first + place - 1))
     if len(found) != 1:
         how = "is not a label" if not found else "is a label of several columns"
