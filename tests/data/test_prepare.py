@@ -222,13 +222,22 @@ def test_histories_are_split_as_in_memory(tmp_path):
     ):
         out = tmp_path / "-".join(how)
         options: Any = how
-        sj.prepare(
+        manifest = sj.prepare(
             of_events(), out, histories=True, schema=EVENTS, features=wanted, **options
         )
+        assert manifest.repeats == parts.repeats
         for name, part in zip(("train", "test"), parts, strict=True):
             found: Any = sj.read_sequences(out / name)
             assert found.num_entries == part.num_entries
             check_histories(found, part)
+
+
+def test_a_user_counts_once_for_an_item_that_comes_again(tmp_path):
+    pairs = [("a", "x"), ("a", "x"), ("a", "y"), ("b", "y"), ("b", "z"), ("b", "z")]
+    table = pd.DataFrame(pairs, columns=["user", "item"])
+    sj.prepare(table, tmp_path / "out", histories=True, min_item=2)
+    found = sj.read_sequences(tmp_path / "out")
+    assert found.feature_names.tolist() == ["y"] and found.num_entries == 2
 
 
 def test_histories_that_cannot_be_prepared(tmp_path):

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -352,10 +352,13 @@ def _engine(folder: Place, memory: str | None) -> Generator[Any]:
 class _Preparation:
     """The steps from a stream of events to the files of a folder."""
 
+    repeats: ClassVar[bool] = False  # whether a user's pairs may have an item again
     engine: Any
     events: Stream
     cut: Cut
     settings: dict[str, Any]
+    # Events that are not held out, as their users had the items before.
+    repeated: int = dataclasses.field(default=0, init=False)
 
     def run(
         self, folder: Place, known: Names | None, done: DataFolder | None
@@ -395,9 +398,8 @@ class _Preparation:
             skipped=dict(self.events.wrong.counts),
             settings=self.settings,
             vocabulary_file=vocabulary_file(identity if folder.is_remote else None),
-            repeats=repeats_left_out(
-                self.cut, writers["test"].repeated if self.cut else 0
-            ),
+            repeats=self.repeated
+            + repeats_left_out(self.cut, writers["test"].repeated if self.cut else 0),
             **self._stated(),
         )
         check_prepared(self.events.path, manifest, self.cut)
@@ -522,7 +524,8 @@ class _Preparation:
 
         def chosen(table: str, column: str, least: int) -> tuple[str, int]:
             following = f"{table}_"
-            self._make(following, queries.frequent(table, column, least))
+            how = {"repeats": self.repeats}
+            self._make(following, queries.frequent(table, column, least, **how))
             self._run(f"DROP TABLE {table}")
             return following, self._count(following)
 
@@ -598,6 +601,7 @@ class _Histories(_Preparation):
       counter: counter of categories in the columns of events; None if there are none.
     """
 
+    repeats: ClassVar[bool] = True
     counter: EventCounter | None
 
     def _pairs(self, before: Any) -> str:
@@ -660,6 +664,7 @@ class _Histories(_Preparation):
         if self.cut.repeats == "new" and later.any():
             items = entries.indices
             known = split.are_known(entries.row_of, items, later, int(items.max()) + 1)
+            self.repeated += int(np.sum(later & known))
             return {"train": ~later, "test": later & ~known}
         return {"train": ~later, "test": later}
 

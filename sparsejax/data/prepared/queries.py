@@ -127,11 +127,15 @@ def content(
     return f"SELECT count(*), bit_xor({hashed}) FROM {table}"
 
 
-def frequent(table: str, column: str, least: int) -> str:
-    """The query for pairs whose `column`, user or item, occurs in at least `least` pairs."""
+def frequent(table: str, column: str, least: int, *, repeats: bool = False) -> str:
+    """The query for pairs whose `column`, user or item, occurs in at least `least` pairs.
+
+    With `repeats`, users have items several times, and count once for each item.
+    """
+    which = "DISTINCT name" if repeats and column == "item" else "*"
     return (
-        f"SELECT * FROM {table} WHERE {column} IN "
-        f"(SELECT {column} FROM {table} GROUP BY {column} HAVING count(*) >= {least})"
+        f"SELECT * FROM {table} WHERE {column} IN (SELECT {column} FROM {table} "
+        f"GROUP BY {column} HAVING count({which}) >= {least})"
     )
 
 
