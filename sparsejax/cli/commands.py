@@ -298,7 +298,10 @@ def split(command: flags.Split) -> None:
     if command.by == "last":
         n = 1 if command.n is None else command.n
         parts = data.split_last(n, **repeats)
-        short = f", rows too short: {np.sum(np.diff(indptr) <= n):,}"
+        few = np.diff(indptr) <= n
+        if getattr(data, "weights", None) is not None:  # only targets are held out
+            few = np.diff(parts.heldout.indptr) < n
+        short = f", rows too short: {np.sum(few):,}"
     elif command.by == "time":
         at = None if command.at is None else _time(command.at, data)
         parts = data.split_at(at, fraction=command.fraction, **repeats)

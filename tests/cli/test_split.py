@@ -99,7 +99,7 @@ def test_split_refuses(events, tmp_path, capsys, argv, message):
     assert os.listdir(tmp_path) == ["events.csv"]
 
 
-def test_the_last_target_of_each_user_is_held_out(tmp_path):
+def test_the_last_target_of_each_user_is_held_out(tmp_path, capsys):
     kinds = {"ann": "vbvb", "bob": "bvv", "eve": "vv"}  # viewed or bought
     rows = [(user, i, kind) for user in kinds for i, kind in enumerate(kinds[user])]
     events = tmp_path / "events.csv"
@@ -108,6 +108,7 @@ def test_the_last_target_of_each_user_is_held_out(tmp_path):
     words = "--by last --histories --no-time --kind kind --targets b --out"
     parts = tmp_path / "parts"
     assert main(["split", str(events), *words.split(), str(parts)]) == 0
+    assert "rows too short: 2" in capsys.readouterr().err
     train, heldout = (
         SequenceDataset.load(parts / f"{name}.parquet") for name in ("train", "heldout")
     )
