@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import re
@@ -197,6 +198,16 @@ def publish(
     return f"{folder}: version {new_number} is new{said}"
 
 
+def _as_known(data: Any, predictor: Predictor) -> Any:
+    """Histories whose categories have the ids of a predictor, with the columns that it reads."""
+    columns = {}
+    for name in ("events", "users"):
+        own, known = (getattr(each, name, None) for each in (data, predictor.model))
+        if own is not None:
+            columns[name] = None if known is None else own.like(known, "the data")
+    return dataclasses.replace(data, **columns)
+
+
 def measured(predictor: Predictor, source: Source, gate: Gate) -> metrics.Measured:
     """The metric of a predictor for each row that has held-out events, and its mean.
 
@@ -221,6 +232,7 @@ def measured(predictor: Predictor, source: Source, gate: Gate) -> metrics.Measur
         warnings.simplefilter("ignore", UnknownFeaturesWarning)
         shown = source.data.align_rows(names).align_features(predictor.items)
     if hasattr(shown, "with_context_of"):
+        shown, wanted = (_as_known(each, predictor) for each in (shown, wanted))
         shown = shown.with_context_of(wanted)
     found = predictor.recommend(shown, k=gate.k, exclude=shown)
     places = find_names(predictor.items, item_names(source.known))

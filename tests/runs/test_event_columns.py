@@ -15,6 +15,7 @@ from sparsejax.data import DataError, DenseColumn, HashedColumn
 from sparsejax.kinds.histories.kind import KIND
 from sparsejax.options.training import Training
 from sparsejax.runs.folders import Folder
+from sparsejax.runs.publishing import Gate, measured
 
 SCHEMA = sj.EventSchema(
     kind="action",
@@ -202,6 +203,26 @@ def test_other_columns_of_held_out_events_are_other_data():
         training = Training(table(), validation=each, **how)
         found.append(KIND.source(training, None).validation)
     assert found[0] == found[1] != found[2]
+
+
+def test_a_version_is_measured_on_data_with_categories_of_another_order(run, tmp_path):
+    """A new training may have other ids than the version that serves."""
+    later = table(seed=3)
+    later["action"] = np.where(later.time < 3, "new", later.action)
+    how: dict[str, Any] = {"config": CONFIG, "validation": "last"}
+    kind: Any = KIND
+    run.export(tmp_path / "p", k=3)
+    predictor, gate = sj.load_predictor(tmp_path / "p"), Gate("ndcg", 3)
+    own = kind.source(Training(later, schema=SCHEMA, **how), None)
+    origin = Training(later, origin=run.directory, **how)
+    silent = origin.noting(told=lambda _: None)
+    like = kind.source(silent, Folder.of(run.directory))
+    assert not own.data.events.has_ids_of(like.data.events)
+    found, wanted = (measured(predictor, each, gate) for each in (own, like))
+    assert found == wanted
+    bare = kind.source(Training(later, **how), None)
+    with pytest.raises(ValueError, match="columns of events none, but the predictor"):
+        measured(predictor, bare, gate)
 
 
 def test_a_run_reads_columns_from_disk_and_one_after_it_tells_of_new_categories(
