@@ -214,9 +214,8 @@ def test_a_version_is_measured_on_data_with_categories_of_another_order(run, tmp
     run.export(tmp_path / "p", k=3)
     predictor, gate = sj.load_predictor(tmp_path / "p"), Gate("ndcg", 3)
     own = kind.source(Training(later, schema=SCHEMA, **how), None)
-    origin = Training(later, origin=run.directory, **how)
-    silent = origin.noting(told=lambda _: None)
-    like = kind.source(silent, Folder.of(run.directory))
+    more = Training(later, origin=run.directory, **how)
+    like = kind.source(more, Folder.of(run.directory))
     assert not own.data.events.has_ids_of(like.data.events)
     found, wanted = (measured(predictor, each, gate) for each in (own, like))
     assert found == wanted

@@ -308,6 +308,12 @@ def test_the_request_has_the_context_of_the_event_to_come():
     hits = (found.ids == wanted).any(axis=1)
     measured = sj.evaluate(model, seen, heldout, k=1, exclude=None)
     assert measured["precision@1"] == pytest.approx(hits.mean())
+    # Rows of a frame that has names are found by them.
+    shuffled = context.reset_index().iloc[::-1]
+    pairs = (seen.with_context(each).context for each in (shuffled, context))
+    jax.tree.map(np.testing.assert_array_equal, *pairs)
+    with pytest.raises(ValueError, match="has no row for the users 'u29'"):
+        seen.with_context(shuffled[1:])
     # A report shows the answers in this context, and none without.
     examples = examples_of(model, seen, heldout, keep_seen=True, k=1)
     assert [e.recommended for e in examples] == found.names(seen)[: len(examples)]

@@ -73,17 +73,7 @@ class EventSchema:
         check_columns(self.dense, self.ids)
         if not self.used:
             raise ValueError("expected at least one column: kind, or in dense or ids")
-        for name, column in self.ids.items():
-            if isinstance(column, KeyColumn):
-                raise ValueError(
-                    f"column {name!r} is a KeyColumn, whose ids are for dynamic tables; "
-                    "give events a HashedColumn or a VocabularyColumn"
-                )
-        if fixed := fixed_of({**self.dense, **self.ids}):
-            raise ValueError(
-                f"fixed=... is for columns of clicks, as events are read as they are: leave it "
-                f"out of {[*fixed]}"
-            )
+        self._check_types()
         if self.kind is not None:
             column = self.ids[self.kind]
             if not isinstance(column, VocabularyColumn) or column.like is not None:
@@ -108,6 +98,20 @@ class EventSchema:
                 "rename them"
             )
         self._set_labels()
+
+    def _check_types(self) -> None:
+        """Raises ValueError for columns that only clicks have."""
+        for name, column in self.ids.items():
+            if isinstance(column, KeyColumn):
+                raise ValueError(
+                    f"column {name!r} is a KeyColumn, whose ids are for dynamic tables; "
+                    "give events a HashedColumn or a VocabularyColumn"
+                )
+        if fixed := fixed_of({**self.dense, **self.ids}):
+            raise ValueError(
+                f"fixed=... is for columns of clicks, as events are read as they are: leave it "
+                f"out of {[*fixed]}"
+            )
 
     def _set_labels(self) -> None:
         """Checks the labels, and sets a `LabelColumn` for each."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from sparsejax import codec
 from sparsejax.data.files import names as _names
@@ -413,7 +414,8 @@ class SequenceDataset(NamedRows):
 
         Args:
           context: the columns that `EventSchema.context` names: a table or frame with a row for
-            each history; or a list of dicts; or a dict of lists, in which a single value counts
+            each history, by the names in its column `user`, or without one in their order; or a
+            list of dicts; or a dict of lists, in which a single value counts
             for all histories. Cells may be missing, as in the events, and dicts may lack columns.
 
         Raises:
@@ -423,8 +425,21 @@ class SequenceDataset(NamedRows):
         """
         lack = "so nothing is known of an event to come"
         events = self._known_events(lack, "..., context=...")
-        found = events.context_of(context, self.num_rows)
+        found = events.context_of(self._by_name(context), self.num_rows)
         return dataclasses.replace(self, context=found)
+
+    def _by_name(self, table: Any) -> Any:
+        """A table in the order of the histories, if it has a column of users; else as it is."""
+        is_table = hasattr(table, "__arrow_c_stream__")
+        if not is_table or "user" not in (table := pa.table(table)).column_names:
+            return table
+        users = _names.as_names(table.column("user"))
+        _names.check_unique(users, "user")
+        at = _names.find_names(self.row_names, users)
+        if (at < 0).any():
+            absent = _names.quoted(self.row_names[at < 0])
+            raise ValueError(f"context has no row for the users {absent}")
+        return table.take(at)
 
     def _known_events(self, lack: str, asked: str) -> Events:
         if self.events is None:
