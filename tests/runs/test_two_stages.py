@@ -168,7 +168,7 @@ def test_lists_of_items_are_of_nobody_in_the_table_of_users() -> None:
         both = sj.TwoStage(one, other, candidates=5, **columns)
         ask: dict[str, Any] = {"k": 5, "requests": {"device": ["phone"]}}
         found.append(both.recommend(inputs=[["i1", "i2"]], **ask).scores)
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 class ByValues(nnx.Module):
