@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from sparsejax import metrics
 from sparsejax.data.files.names import Names, quoted, to_arrow
@@ -346,7 +345,7 @@ class TwoStage:
         if self._users is not None:
             columns |= self._users.of(rows, chosen.get(_USER_COLUMNS, []))
         if are_baskets(given.inputs):  # their numbers may be names of other users
-            columns = {n: pa.nulls(len(rows), x.type) for n, x in columns.items()}
+            columns = {name: [None] * len(rows) for name in columns}
         wanted = chosen.get(_REQUEST_COLUMNS, [])
         if bool(wanted) != (requests is not None):
             raise ValueError(
