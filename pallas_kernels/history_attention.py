@@ -111,9 +111,9 @@ class Spans:
         self.of_keys = jnp.where(self.inside, place, far), last
 
     def orders(self, columns: int) -> Int[Array, "2 tiles"]:
-        """The tiles of queries and of keys, ordered by descending number of their column tiles.
+        """Orders row tiles, those with most work first: row 0 has tiles of queries, row 1 of keys.
 
-        The same XLA programs compute both.
+        The work of a tile is the number of tiles of `columns` entries that it is multiplied with.
         """
         tiles = len(self.starts) // TILE
         tile = jnp.arange(tiles, dtype=jnp.int32)

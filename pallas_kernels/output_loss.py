@@ -298,7 +298,11 @@ def slopes_scratch(warpgroups: int, columns: int, dtype: jnp.dtype):
 def no_scores(
     batch: int, *, with_labels: bool = True
 ) -> list[Float[Array, "parts batch"]]:
-    """The initial `known` of `normalise`, with labels or without."""
+    """The sums of a softmax before its first item, for the argument `known` of `normalise`.
+
+    They are the largest score, -inf, and the sum of exponentials, 0; with labels also their number
+    and the sum of their scores, both 0.
+    """
     # Each program of `score_tiles` works on two times 128 items at once.
     zeros = jnp.zeros((2 * num_programs(), batch), jnp.float32)
     return [zeros - jnp.inf, zeros, *([zeros, zeros] if with_labels else [])]

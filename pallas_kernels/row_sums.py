@@ -99,7 +99,7 @@ def grid(hidden: int, team: Team, programs: int) -> tuple[int, int]:
 
 
 def reducing_team(team: Team, hidden: int) -> Team:
-    """The team for programs that add the pieces of cut rows, in float32."""
+    """The threads that share a row in programs that add partial float32 sums of long rows."""
     if team.threads < _THREADS:
         return team
     return Team(_THREADS, *chunk_of(hidden, REDUCE_CHUNK, 4))

@@ -63,7 +63,7 @@ def slopes_product(
     Float[Array, "batch size"] | None,
     Float[Array, "parts batch hidden"],
 ]:
-    """Computes `output_loss.slopes`, and `slopes kernel` in parts that the caller has to add.
+    """Computes `output_loss.slopes`, and partial products of these slopes with the kernel's rows.
 
     The arguments are those of `slopes`; `hidden` is at most `MAX_HIDDEN`. The values are
     summed over the items of each part. Without `with_slopes`, the slopes are not written,

@@ -126,7 +126,10 @@ def say_once(say: Callable[[], object]) -> None:
 
 
 def wait_if_leaving() -> None:
-    """Does not return if another thread is ending the process, and says why."""
+    """Blocks until the end of the process if another thread is ending it, else returns at once.
+
+    That thread prints the reason.
+    """
     while _last.locked():
         time.sleep(_POLL)
 

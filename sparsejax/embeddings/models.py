@@ -606,9 +606,9 @@ _MODELS: Mapping[str, type[Any]] = {
 
 
 def gives_ids_as_they_are(model: Any) -> bool:
-    """Whether all collections of a model get the ids that it is called with, unchanged.
+    """Whether a model passes the ids of a batch unchanged to its embedding collections.
 
-    A module of one's own may do anything with them.
+    True for the models of this module. Any other class, also a subclass, may change the ids.
     """
     return type(model) in _MODELS.values()
 

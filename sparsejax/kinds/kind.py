@@ -162,13 +162,14 @@ class Measurement(NamedTuple):
 class Kind[Config: codec.Config, Data, Known](abc.ABC):
     """A kind of model and of its data.
 
-    Verbs call it to work with a model and data in memory. Runs call it with names: of files, of a
-    run folder, of options. A method that is named after a verb takes the arguments of the verb.
+    Functions such as `fit` and `tune` call its methods with a model and data in memory; a method
+    with the name of such a function takes the same arguments. Run folders call other methods, with
+    names of files, of the folder and of options.
 
     Attributes:
       name: name of the kind of rows: "items", "histories" or "clicks".
       about: sentence about what a model has learned, in plain words.
-      numbered: word for the data's columns, in messages.
+      numbered: plural noun in messages for what the model numbers, such as "items" or "ids".
       ranks_items: whether the models rank items and have item vectors.
       defaults: default settings of a training.
       default_model: name of the default model for data of this kind.

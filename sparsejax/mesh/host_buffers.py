@@ -155,7 +155,10 @@ class Buffers:
     def one(
         self, name: str, devices: int, shape: Sequence[int], dtype: DTypeLike
     ) -> Buffer:
-        """A buffer of this name and shape whose earlier copies are done."""
+        """Takes a buffer of this name, shape and dtype, with a part for each of `devices`.
+
+        Waits until its last transfer to the devices has ended, so that it may be written.
+        """
         if not _pins():  # a CPU reads the array itself: a buffer cannot be reused
             return Buffer(devices, shape, dtype)
         key = name, devices, tuple(shape), str(dtype)

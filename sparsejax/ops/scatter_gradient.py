@@ -315,7 +315,8 @@ def _divided_terms(xs, dys, num_rows: int) -> Terms:
 def _exchanged_terms(xs, dys, num_rows: int) -> Terms:
     """Each device receives the gradients of its kernel rows, and sorts their entries.
 
-    This needs no condition, for which the host would wait; layers can compute meanwhile.
+    There is no `lax.cond` on whether the exchange had room, since the host would wait for its
+    predicate. So layers can compute meanwhile.
     """
     width = rows_per_device(num_rows)
     crowded = [flag for flag in (x.crowded() for x in xs) if flag is not None]

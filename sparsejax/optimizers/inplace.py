@@ -160,7 +160,7 @@ def _holders_in_list() -> int:
 
 
 def _new() -> jax.Array:
-    """Makes an array without compiling anything."""
+    """A new float32 scalar 0 on the default device, for which nothing is compiled."""
     return jax.device_put(np.zeros((), np.float32))
 
 

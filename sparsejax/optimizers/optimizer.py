@@ -935,7 +935,7 @@ class Optimizer(nnx.Pytree):
 
 
 def _tables(rule: Rule, numbers: jax.Array, dtype: Any) -> row_update.LagTable:
-    """The rule's tables after each number of steps, concatenated."""
+    """The rule's `lag_table` after each number of steps, stacked along a new first axis."""
 
     def table(count):
         return rule.lag_table(count, dtype)
@@ -1024,7 +1024,10 @@ def _dotted(path: Path) -> str:
 def _refuse_stale(
     path: Path, trained: TrainedKernel, g: jax.Array, step: jax.Array
 ) -> jax.Array:
-    """Returns a dense gradient if it was computed from up-to-date rows; otherwise an error."""
+    """Returns a dense gradient if it was computed from up-to-date rows, else raises ValueError.
+
+    While tracing it returns NaN in rows that were not up to date.
+    """
     stale = trained.stale_rows(step)
     if isinstance(stale, jax.core.Tracer):
         return jnp.where(stale[:, None], jnp.nan, g)

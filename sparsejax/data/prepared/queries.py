@@ -200,7 +200,10 @@ def histories(table: str, columns: Sequence[str]) -> str:
 
 
 def entries(table: str, *, valued: bool, timed: bool, sides: bool) -> str:
-    """The query for entries with numbers and `facts`, sorted by user and column."""
+    """The SQL query for a table's entries, sorted by the user's number, then the item's code.
+
+    Each row has both numbers and the columns of `facts` for these flags.
+    """
     found = facts(valued=valued, timed=timed, sides=sides)
     more = "".join(f", {fact} AS {name}" for name, fact in found.items())
     return (

@@ -141,9 +141,10 @@ class _WithGuestsOfOwner:
 
 
 def beside_owned(stack: Stack, sent: SentKeys, seed: jax.Array | None) -> DividedRows:
-    """The matrix of ids that were sent; owners add the vectors of ids without a row.
+    """Returns `sent.rows` with a function that makes vectors for ids without a row in the table.
 
-    Without a seed, these vectors are zeros.
+    The device that owns an id calls it when it reads rows. The vectors are drawn with `seed`, or
+    are zeros if it is None.
     """
     route = sent.rows.route
     assert route is not None

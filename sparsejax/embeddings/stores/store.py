@@ -192,7 +192,7 @@ class Store(abc.ABC):
 
     @property
     def numbers(self) -> list[str]:
-        """The names of the numbers stored for each row."""
+        """The names of the `RowNumber`s of each row, beside its weights and optimizer state."""
         return []
 
     def halve_counts(self) -> None:

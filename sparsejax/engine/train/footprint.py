@@ -162,7 +162,10 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def placed(self, data: int, model: int, shape: Shape) -> tuple[Any, ...]:
-        """The matrices on a mesh, with placeholders for arrays that `shape` makes."""
+        """The data's matrices on a mesh of `data` by `model` devices.
+
+        In place of each array they have the result of `shape(size, dtype, spec)`.
+        """
 
     @abc.abstractmethod
     def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
