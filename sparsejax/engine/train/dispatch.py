@@ -277,7 +277,7 @@ class Program[Model: nnx.Module | Trainable]:
     model is set to training mode (`model.train()`). On a mesh, all arrays of model and optimizer
     that are not divided are copied to every device.
 
-    The program is compiled at the first launch. Later `Program`s reuse it, also for other models
+    The program is compiled at the first launch. Later programs reuse it, also for other models
     with equal network, shapes and settings.
 
     Args:

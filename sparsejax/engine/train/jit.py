@@ -88,17 +88,17 @@ def jit(
     in these points:
 
     - Modules are split into arrays at the first call. Later calls with the same modules pass only
-    these arrays, which is much faster.
+      these arrays, which is much faster.
     - These arrays are always donated: parameters and state are overwritten in place. An array that
-    another object also holds, such as `nnx.clone(model)`, is copied first and not changed.
+      another object also holds, such as `nnx.clone(model)`, is copied first and not changed.
     - On a GPU the step runs as one CUDA graph, including its loops, and is compiled without the
-    autotuning that `fit` omits, too.
+      autotuning that `fit` omits, too.
     - Under `jax.set_mesh(make_mesh(...))`, arrays that are not divided are copied to every device
-    at the first call, and every array keeps its sharding.
+      at the first call, and every array keeps its sharding.
     - Attributes of modules other than arrays must be hashable: a tuple in place of a list. A
-    change inside a list would not be detected.
+      change inside a list would not be detected.
     - The step can change values of variables. It cannot add or remove variables or modules, and it
-    returns arrays, not modules.
+      returns arrays, not modules.
 
     If a module has another mode (`model.eval()`), other settings, or arrays of other shapes, the
     step is compiled for it. Inside another traced function, such as `jax.grad` or `nnx.scan`, the
