@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class _Hidden:
-    """Hides installed packages that other packages import, but commands do not need.
+    """Hides packages that others import wherever they are installed, and commands do not need.
 
-    pyarrow imports pandas when it makes an array, which takes half a second, and Flax imports
-    IPython to look for a notebook, which takes a sixth.
+    pyarrow imports pandas when it makes an array, and Flax imports IPython to look for a
+    notebook. Both together take a fifth of a second.
     """
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
