@@ -56,10 +56,6 @@ _CATEGORIES = "categories/"
 _GROUP_ROWS = 2**16
 _CHECKSUM_KEY = b"sparsejax.dataset.crc32"
 
-# Name of a prepared folder's file that lists its parts, and the key in the schema of each part
-# for the identity of its folder.
-MANIFEST = "manifest.json"
-PART_KEY = b"sparsejax.folder"
 _COLUMNS = {
     "row": pa.large_string(),
     "indices": pa.list_(pa.int32()),
