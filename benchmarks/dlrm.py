@@ -127,7 +127,7 @@ def _measure_jax(name: str) -> Iterator[dict]:
     names = [f"C{i}" for i in range(1, len(workload.rows) + 1)]
     features = dict(zip(names, workload.rows, strict=True))
     start = time.perf_counter()
-    model = sj.embeddings.DLRM(
+    model = sj.clicks.DLRM(
         config, num_dense=_DENSE, features=features, rngs=nnx.Rngs(0)
     )
     jax.block_until_ready(nnx.state(model))

@@ -333,7 +333,7 @@ class _Ours:
                 dtype=dtype,
             )
             read: Any = {"user": _IDS, "item": _IDS, "had": "item"}
-            self.make = lambda: sj.embeddings.build_click_model(
+            self.make = lambda: sj.clicks.build_click_model(
                 weighed, num_dense=_FACTS, features=read, rngs=rngs(0)
             )
             dense, *ids, labels = map(jnp.asarray, _examples(batch, places))
@@ -343,7 +343,7 @@ class _Ours:
             features = dict(zip(names, _ROWS, strict=True))
             shape = {"num_dense": _DENSE, "features": features}
             clicked = sj.DLRMConfig(dim=_DIM, bottom=_LAYERS, top=_LAYERS, dtype=dtype)
-            self.make = lambda: sj.embeddings.DLRM(clicked, **shape, rngs=rngs(0))  # pyrefly: ignore
+            self.make = lambda: sj.clicks.DLRM(clicked, **shape, rngs=rngs(0))  # pyrefly: ignore
             dense, ids, labels = _clicks(batch)
             columns = {n: jnp.asarray(ids[:, i]) for i, n in enumerate(names)}
             given = jnp.asarray(dense), columns, jnp.asarray(labels)

@@ -41,7 +41,7 @@ KINDS: dict[str, str] = {
 }
 # The kind of a module, by words in its path; of the others, by its wing.
 HOMES = {"click": "clicks", "sequence": "histories", "histor": "histories"}
-WINGS = {"embeddings": "clicks", "nn": "items", "dsstne": "items"}
+WINGS = {"nn": "items", "dsstne": "items"}
 WORDS = {"items", "histories", "clicks", "autoencoder", "sasrec", "hstu", "gru"}
 PREDICATES = {"of_histories", "is_click_model", "is_history_model"}
 MOST_PARAMETERS = 8

@@ -137,7 +137,7 @@ def main(
     settings = {"batch_size": batch_size, "num_epochs": num_epochs, "seed": 0}
     stopping = sj.EarlyStopping(metric="auc", patience=3)
 
-    config = sj.embeddings.ClickModelConfig.from_json({"version": 1, "model": kind})
+    config = sj.clicks.ClickModelConfig.from_json({"version": 1, "model": kind})
     on = contextlib.nullcontext()
     if mesh is not None:
         axes = [int(size) for size in mesh.split(",")]

@@ -36,7 +36,7 @@ def days(count: int, rows: int):
 def main(num_days: int = 10, rows: int = 20_000) -> dict[str, list[float]]:
     """Trains both models day by day, and returns the AUC of each next day."""
     kinds = {"dynamic": sj.data.KeyColumn(), "fixed": sj.data.VocabularyColumn()}
-    tables = sj.embeddings.DynamicTables(num_rows=3072, evict="lru")
+    tables = sj.clicks.DynamicTables(num_rows=3072, evict="lru")
     models, first = {}, {}
     found: dict[str, list[float]] = {name: [] for name in kinds}
     for number, examples in enumerate(days(num_days, rows)):

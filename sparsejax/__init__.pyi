@@ -1,6 +1,7 @@
 # The names that most programs need; `__init__.py` imports each when it is first used.
 
 from . import baselines as baselines
+from . import clicks as clicks
 from . import data as data
 from . import dsstne as dsstne
 from . import embeddings as embeddings
@@ -12,6 +13,15 @@ from . import optimizers as optimizers
 from . import sequence as sequence
 from . import spark as spark
 from . import training as training
+from .clicks.config import PLE as PLE
+from .clicks.config import DCNConfig as DCNConfig
+from .clicks.config import DeepFMConfig as DeepFMConfig
+from .clicks.config import DINConfig as DINConfig
+from .clicks.config import DLRMConfig as DLRMConfig
+from .clicks.config import MMoE as MMoE
+from .clicks.config import SharedBottom as SharedBottom
+from .clicks.config import TINConfig as TINConfig
+from .clicks.config import WideDeepConfig as WideDeepConfig
 from .data import ClickDataset as ClickDataset
 from .data import ClickSchema as ClickSchema
 from .data import DataError as DataError
@@ -27,15 +37,6 @@ from .data import read_item_features as read_item_features
 from .data import read_sequences as read_sequences
 from .embeddings.changes import apply_changes as apply_changes
 from .embeddings.changes import export_changes as export_changes
-from .embeddings.model_config import PLE as PLE
-from .embeddings.model_config import DCNConfig as DCNConfig
-from .embeddings.model_config import DeepFMConfig as DeepFMConfig
-from .embeddings.model_config import DINConfig as DINConfig
-from .embeddings.model_config import DLRMConfig as DLRMConfig
-from .embeddings.model_config import MMoE as MMoE
-from .embeddings.model_config import SharedBottom as SharedBottom
-from .embeddings.model_config import TINConfig as TINConfig
-from .embeddings.model_config import WideDeepConfig as WideDeepConfig
 from .engine.rank.nearest import nearest as nearest
 from .engine.rank.recommendations import Recommendations as Recommendations
 from .engine.train.jit import jit as jit

@@ -29,7 +29,7 @@ def export(folder: pathlib.Path) -> tuple[sj.SequenceDataset, sj.ClickDataset]:
     clicks = sj.read_clicks(folder / "clicks.csv", schema)
     config = sj.WideDeepConfig(dim=16, hidden=(4,))
     options = {"num_dense": 1, "features": clicks.num_ids}
-    model = sj.embeddings.WideDeep(config, **options, rngs=nnx.Rngs(0))
+    model = sj.clicks.WideDeep(config, **options, rngs=nnx.Rngs(0))
     path = folder / "clicks"
     sj.export_predictor(model, path, names=clicks, table_dtype="int8", batch_size=1)
     return data, clicks

@@ -17,7 +17,16 @@ from typing import Any
 
 from sparsejax.options.option import Options
 
-PACKAGES = ["", "baselines", "data", "data.datasets", "dsstne", "losses", "metrics"]
+PACKAGES = [
+    "",
+    "baselines",
+    "clicks",
+    "data",
+    "data.datasets",
+    "dsstne",
+    "losses",
+    "metrics",
+]
 PACKAGES += ["embeddings", "mesh", "nn", "optimizers", "sequence", "spark", "training"]
 PACKAGES += ["cli.flags"]  # the flags of the commands
 SNAPSHOT = pathlib.Path(__file__).parent / "public_api.txt"

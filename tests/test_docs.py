@@ -80,7 +80,16 @@ def quick_rules(monkeypatch):
     monkeypatch.setattr(ClickDefaults, "for_data", for_data)
 
 
-PACKAGES = {"data", "embeddings", "mesh", "nn", "optimizers", "sequence", "training"}
+PACKAGES = {
+    "clicks",
+    "data",
+    "embeddings",
+    "mesh",
+    "nn",
+    "optimizers",
+    "sequence",
+    "training",
+}
 
 
 def test_the_api_lists_every_public_name():
@@ -140,7 +149,7 @@ def test_deployment(trained, tmp_path):
     clicks = sj.read_clicks("clicks.csv", schema)
     config = sj.DLRMConfig(dim=4, bottom=(4,), top=(4,))
     sizes = {"num_dense": 1, "features": clicks.num_ids}
-    model = sj.embeddings.DLRM(config, **sizes, rngs=nnx.Rngs(0))
+    model = sj.clicks.DLRM(config, **sizes, rngs=nnx.Rngs(0))
     trained |= {"train_clicks": clicks, "clicks_model": model}
     for code in python("deployment.md"):
         exec(compile(code, "deployment.md", "exec"), trained)  # noqa: S102

@@ -22,7 +22,15 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.cli import main as cli
 
-MODULES = [sj.baselines, sj.data, sj.embeddings, sj.mesh, sj.nn, sj.optimizers]
+MODULES = [
+    sj.baselines,
+    sj.clicks,
+    sj.data,
+    sj.embeddings,
+    sj.mesh,
+    sj.nn,
+    sj.optimizers,
+]
 MODULES += [sj.sequence, sj.training, sj]
 OBJECTS = {
     name: value

@@ -124,7 +124,7 @@ def click_model(folder):
     return Kind(
         config.to_json(),
         path.write_text,
-        lambda: codec.load(path, sj.embeddings.ClickModelConfig.from_json),
+        lambda: codec.load(path, sj.clicks.ClickModelConfig.from_json),
     )
 
 

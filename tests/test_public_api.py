@@ -15,7 +15,7 @@ DOCS = pathlib.Path(__file__).parents[1] / "docs"
 KINDS = (
     (sj.SparseDataset, sj.read, sj.FeedForward),
     (sj.SequenceDataset, sj.read_sequences, sj.sequence.SASRec),
-    (sj.ClickDataset, sj.read_clicks, sj.embeddings.DLRM),
+    (sj.ClickDataset, sj.read_clicks, sj.clicks.DLRM),
 )
 
 

@@ -16,13 +16,19 @@ from rule_steps import numpy_step
 
 from sparsejax import losses, metrics, optimizers
 from sparsejax.data.events import sniff
-from sparsejax.embeddings import config, row_codes
+from sparsejax.embeddings import config
 from sparsejax.engine.rank import nearest
 from sparsejax.kinds.clicks import calibrate
 from sparsejax.kinds.models import MODELS
 from sparsejax.metrics.ranking import METRICS
 from sparsejax.nn.activations import ACTIVATIONS
-from sparsejax.ops import gather_matmul, history_attention, implementations, precision
+from sparsejax.ops import (
+    gather_matmul,
+    history_attention,
+    implementations,
+    precision,
+    row_codes,
+)
 from sparsejax.optimizers import rules
 
 TESTS = pathlib.Path(__file__).parent
@@ -100,10 +106,10 @@ _ATTENTION = "ops/test_history_attention.py::test_equals_float64"
 _PLACEMENT = (
     "embeddings/test_placement.py::test_training_does_not_depend_on_the_placement"
 )
-_SCORES = "embeddings/test_models.py::test_scores"
-_WEIGHED = "embeddings/test_din.py::test_scores_are_those_of_the_formula"
+_SCORES = "clicks/test_models.py::test_scores"
+_WEIGHED = "clicks/test_din.py::test_scores_are_those_of_the_formula"
 _HISTORIES = "sequence/test_models.py::test_the_formula"
-_CODES = "embeddings/test_table_files.py::test_codes_are_within_their_bounds"
+_CODES = "ops/test_row_codes.py::test_codes_are_within_their_bounds"
 _FORMAT = "data/test_readers.py::test_every_format_aligns_features"
 _DYNAMIC = "embeddings/test_dynamic.py"
 TABLE: dict[str, dict[str, str]] = {

@@ -1,4 +1,4 @@
-"""Embedding tables of click models: many tables read by one lookup, divided over a mesh.
+"""Embedding tables: many tables read by one lookup, divided over a mesh.
 
 This package stands above the optimizers, as a stack of tables is a `RowParam`, and beside `nn` and
 `data`. The core does not import it.

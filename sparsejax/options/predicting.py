@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from sparsejax.data.reading.histories import Unordered
     from sparsejax.data.reading.sources import Sources
     from sparsejax.data.sets.item_features import ItemFeatures
-    from sparsejax.embeddings.row_codes import TableDtype
     from sparsejax.engine.rank.recommender import Recommender
     from sparsejax.kinds.clicks.model import ClickModel
     from sparsejax.kinds.histories.next_items import HistoryModel
     from sparsejax.kinds.kind import OfKind
+    from sparsejax.ops.row_codes import TableDtype
     from sparsejax.optimizers.optimizer import Optimizer
 
 

@@ -104,7 +104,7 @@ def build(
 
     Raises:
       TypeError: `data` or `targets` has an unsupported type. (For a click model with a custom
-          placement of tables, use `sparsejax.embeddings.build_click_model`.)
+          placement of tables, use `sparsejax.clicks.build_click_model`.)
       ValueError: the configuration is invalid for the data. For example, the output is tied and
           the numbers of items and features differ; a network is given histories; a model of
           histories or clicks is given targets; or no item has content.

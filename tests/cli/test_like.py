@@ -40,7 +40,7 @@ def test_gradients_of_both_columns_reach_the_one_table():
     config = sj.DeepFMConfig(dim=3, hidden=(4,))
 
     def model(features) -> Any:
-        return sj.embeddings.build_click_model(
+        return sj.clicks.build_click_model(
             config, num_dense=0, features=features, rngs=nnx.Rngs(0)
         )
 
@@ -94,7 +94,7 @@ def test_gradients_of_both_columns_reach_the_one_table():
 def test_a_model_and_data_that_do_not_share_alike():
     data = sj.read_clicks(made(0, 0), SCHEMA)
     how = {"num_dense": 0, "rngs": nnx.Rngs(0)}
-    apart = sj.embeddings.WideDeep(sj.WideDeepConfig(), features=data.num_ids, **how)
+    apart = sj.clicks.WideDeep(sj.WideDeepConfig(), features=data.num_ids, **how)
     with pytest.raises(ValueError, match="'seen' has the table of 'item' by the data"):
         sj.predict(apart, data)
     for like in ("user", "seen"):
@@ -102,7 +102,7 @@ def test_a_model_and_data_that_do_not_share_alike():
             ValueError, match=f"reads the table of '{like}', which is no"
         ):
             features = {"item": 9, "seen": like}
-            sj.embeddings.WideDeep(sj.WideDeepConfig(), features=features, **how)
+            sj.clicks.WideDeep(sj.WideDeepConfig(), features=features, **how)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ RULES = {
 
 def built(features, plan, rule):
     config = sj.WideDeepConfig(dim=4, hidden=(4,))
-    model = sj.embeddings.WideDeep(
+    model = sj.clicks.WideDeep(
         config, num_dense=2, features=features, plan=plan, rngs=nnx.Rngs(0)
     )
     return model, sj.Optimizer(model, rule)

@@ -90,7 +90,7 @@ SEQUENCES: dict[str, dict[str, Any]] = {
     "hstu": {"heads": 1, "temperature": None},
     "gru": {},
 }
-CLICK_MODELS: dict[str, tuple[sj.embeddings.ClickModelConfig, Callable[[], Any]]] = {
+CLICK_MODELS: dict[str, tuple[sj.clicks.ClickModelConfig, Callable[[], Any]]] = {
     "fit_dlrm": (
         sj.DLRMConfig(dim=4, bottom=(4,), top=(4,)),
         lambda: optimizers.adagrad(0.05),
@@ -360,9 +360,7 @@ def export_run(name: str) -> None:
 
 def click_model(name: str, clicks: sj.ClickDataset) -> Any:
     sizes = {"num_dense": 2, "features": clicks.num_ids}
-    return sj.embeddings.build_click_model(
-        CLICK_MODELS[name][0], **sizes, rngs=nnx.Rngs(3)
-    )
+    return sj.clicks.build_click_model(CLICK_MODELS[name][0], **sizes, rngs=nnx.Rngs(3))
 
 
 def fit(
@@ -444,7 +442,7 @@ def read_config(path: pathlib.Path) -> Any:
     if path.name == "network.json":
         return sj.NetworkConfig.load(path)
     is_sequence = path.stem in SEQUENCES
-    kind = sj.sequence.SequenceConfig if is_sequence else sj.embeddings.ClickModelConfig
+    kind = sj.sequence.SequenceConfig if is_sequence else sj.clicks.ClickModelConfig
     return kind.from_json(document)
 
 

@@ -64,7 +64,7 @@ def test_steps_of_clicks_have_timed_fusions(monkeypatch):
     sj.jit(lambda model: 3 * model.value[...], deterministic=True)(Clicks())
     vars(dispatch.run_steps).pop("timed", None)  # made anew
     steps = dispatch.run_steps.timed
-    assert steps[False] is not steps[True] and "clicks" == sj.embeddings.DLRM.kind
+    assert steps[False] is not steps[True] and "clicks" == sj.clicks.DLRM.kind
     assert asked[2:] == [False, True, False]
     monkeypatch.undo()
     assert options(monkeypatch, "gpu", timed_fusions=True) == xla_options.WITHOUT_TRITON

@@ -65,7 +65,7 @@ def tables() -> sj.embeddings.EmbeddingCollection:
 @functools.cache
 def clicks() -> Any:
     config = sj.DLRMConfig(dim=4, bottom=(4,), top=(4,))
-    return sj.embeddings.build_click_model(
+    return sj.clicks.build_click_model(
         config, num_dense=2, features={"item": ITEMS}, rngs=nnx.Rngs(0)
     )
 

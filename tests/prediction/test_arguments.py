@@ -41,7 +41,7 @@ def of_kind(clicks):
         "items": (sj.build(network, DATA)[0], DATA, DATA),
         "histories": (sj.build(config, HISTORIES)[0], split.train, split.heldout),
         "clicks": (
-            sj.embeddings.build_click_model(
+            sj.clicks.build_click_model(
                 layers, num_dense=0, features=clicks.num_ids, rngs=nnx.Rngs(0)
             ),
             clicks,

@@ -215,7 +215,7 @@ def test_a_click_model_is_exported_in_arithmetic_alone(tmp_path, for_hopper):
     """A file that a CPU reads, too, also where training uses a GPU program."""
     sizes = {"num_dense": 2, "features": {"user": 5, "item": 7}}
     config = sj.DLRMConfig(dim=16, bottom=(4,), top=(4,), dtype="bfloat16")
-    model = sj.embeddings.DLRM(config, **sizes, rngs=nnx.Rngs(0))
+    model = sj.clicks.DLRM(config, **sizes, rngs=nnx.Rngs(0))
     ids = {name: jnp.zeros(4, jnp.int32) for name in sizes["features"]}
     traced = jax.jit(model.__call__).trace(jnp.zeros((4, 2)), ids)
     sj.export_predictor(model, tmp_path / "p", batch_size=4)

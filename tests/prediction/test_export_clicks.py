@@ -270,7 +270,7 @@ def test_requests_that_do_not_fit(train, predictor):
 
 
 def test_exports_that_do_not_fit(model, train, tmp_path):
-    other = sj.embeddings.WideDeep(
+    other = sj.clicks.WideDeep(
         sj.WideDeepConfig(), num_dense=1, features={"user": 9}, rngs=nnx.Rngs(0)
     )
     config = sj.NetworkConfig.autoencoder((4,))

@@ -155,8 +155,8 @@ def test_what_does_not_fit(model, predictor, tmp_path, wrong_types):
     path = tmp_path / "a.predictor"
     with pytest.raises(ValueError, match='unknown_ids is "init" or "zeros"'):
         sj.export_predictor(model, path, unknown_ids="no")  # pyrefly: ignore
-    config = sj.embeddings.WideDeepConfig(dim=4, hidden=(8,))
-    static = sj.embeddings.WideDeep(
+    config = sj.clicks.WideDeepConfig(dim=4, hidden=(8,))
+    static = sj.clicks.WideDeep(
         config, num_dense=0, features={"user": 9}, rngs=nnx.Rngs(0)
     )
     with pytest.raises(ValueError, match="has no dynamic tables: leave it out"):

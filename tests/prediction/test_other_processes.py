@@ -57,7 +57,7 @@ def of_clicks(folder):
     schema = sj.ClickSchema("click", ids={"city": sj.data.VocabularyColumn()})
     clicks = sj.read_clicks(file, schema)
     config = sj.WideDeepConfig(dim=2, hidden=(2,))
-    model = sj.embeddings.WideDeep(
+    model = sj.clicks.WideDeep(
         config, num_dense=0, features=clicks.num_ids, rngs=nnx.Rngs(0)
     )
     sj.export_predictor(model, path, names=clicks, batch_size=1)

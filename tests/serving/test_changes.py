@@ -10,8 +10,8 @@ from flax import nnx
 from served import Client, listening, tensor, until
 
 import sparsejax as sj
+from sparsejax.clicks import DynamicTables, WideDeep, WideDeepConfig
 from sparsejax.data import ClickSchema, KeyColumn
-from sparsejax.embeddings import DynamicTables, WideDeep, WideDeepConfig
 from sparsejax.serving import logs
 from sparsejax.serving.engine import Shape
 from sparsejax.serving.service import Service, Settings

@@ -61,7 +61,7 @@ def drawn(rows: int, seed: int = 0, items: int = 5) -> sj.ClickDataset:
 
 def config_of(model: str, **options: Any) -> Any:
     document = {"version": 1, "model": model, "dim": 2, **SMALL[model], **options}
-    return sj.embeddings.ClickModelConfig.from_json(document)
+    return sj.clicks.ClickModelConfig.from_json(document)
 
 
 def on(shape):
@@ -229,13 +229,11 @@ def test_a_run_has_it_by_default():
 def test_what_cannot_have_it(tmp_path):
     config = config_of("dlrm", regression=True)
     assert config_of("dlrm").to_json() == config_of("dlrm", regression=False).to_json()
-    assert sj.embeddings.ClickModelConfig.from_json(config.to_json()) == config
+    assert sj.clicks.ClickModelConfig.from_json(config.to_json()) == config
     with pytest.raises(TypeError, match="regression"):
         sj.DLRMConfig(regression=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dynamic tables have no ids yet"):
-        sj.DLRMConfig(
-            regression=True, dynamic=sj.embeddings.DynamicTables(num_rows=512)
-        )
+        sj.DLRMConfig(regression=True, dynamic=sj.clicks.DynamicTables(num_rows=512))
     clicks = drawn(40)
     clicks.save(tmp_path / "a.parquet")
     with pytest.raises(NotImplementedError, match="leave regression out"):

@@ -44,9 +44,7 @@ def build(*, placement="replicated", rule=None):
     config = sj.DLRMConfig(dim=4, bottom=(4,), top=(4,))
     plan: dict[str, Any] = dict.fromkeys(("user", "tags"), placement)
     sizes = {"num_dense": 2, "features": {"user": 30, "tags": 20}}
-    model = sj.embeddings.build_click_model(
-        config, **sizes, plan=plan, rngs=nnx.Rngs(0)
-    )
+    model = sj.clicks.build_click_model(config, **sizes, plan=plan, rngs=nnx.Rngs(0))
     return model, sj.Optimizer(model, rule or sj.optimizers.adagrad(0.05))
 
 
@@ -183,7 +181,7 @@ def test_ids_that_repeat_cross_a_mesh_once(tmp_path, monkeypatch):
     def history(shape=(1, 8), **options):
         with on(shape):
             model, optimizer = build(placement="rows")
-            assert isinstance(model, sj.embeddings.DLRM)
+            assert isinstance(model, sj.clicks.DLRM)
             if shape is not None:
                 assert IdsAhead.of(model, False) and not IdsAhead.of(Own(model), False)
             result = sj.fit(

@@ -29,7 +29,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         )
     },
     **{
-        config.model: lambda config=config: sj.embeddings.build_click_model(
+        config.model: lambda config=config: sj.clicks.build_click_model(
             config, num_dense=2, features={"user": 9, "item": 5}, rngs=nnx.Rngs(0)
         )
         for config in (

@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
+from sparsejax.clicks import DLRMConfig, DynamicTables, WideDeep, WideDeepConfig
 from sparsejax.data import ClickSchema, DenseColumn, HashedColumn, KeyColumn
 from sparsejax.data.files.stored import id_lists
-from sparsejax.embeddings import DLRMConfig, DynamicTables, WideDeep, WideDeepConfig
 from sparsejax.embeddings.row_numbers import LastSeen
 from sparsejax.engine.train import dispatch
 from sparsejax.mesh import exchange
@@ -53,7 +53,7 @@ def clicks() -> sj.ClickDataset:
 
 def new(clicks, config=DLRM, rule=None) -> tuple[Any, sj.Optimizer]:
     sizes = {"num_dense": 1, "features": clicks.num_ids}
-    model = sj.embeddings.build_click_model(config, **sizes, rngs=nnx.Rngs(0))
+    model = sj.clicks.build_click_model(config, **sizes, rngs=nnx.Rngs(0))
     # So do those of this rule, against Adam's.
     return model, sj.Optimizer(model, rule or sj.optimizers.adagrad(0.01))
 

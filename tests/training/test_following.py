@@ -18,9 +18,9 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.cli import printing
 from sparsejax.cli.main import main
+from sparsejax.clicks import DynamicTables, WideDeepConfig
 from sparsejax.data import ClickSchema, DenseColumn, HashedColumn, KeyColumn
 from sparsejax.data.sets.click_schema import VocabularyColumn
-from sparsejax.embeddings import DynamicTables, WideDeepConfig
 from sparsejax.engine.train.following import Feed, Followed, _Exports, _Following
 from sparsejax.mesh import interrupts
 from sparsejax.runs import following

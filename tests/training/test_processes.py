@@ -23,9 +23,9 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.cli import printing
 from sparsejax.cli.main import main
+from sparsejax.clicks import DynamicTables, WideDeepConfig
 from sparsejax.data import ClickSchema, KeyColumn
 from sparsejax.data.datasets import msweb
-from sparsejax.embeddings import DynamicTables, WideDeepConfig
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.mesh import processes
 from sparsejax.runs import folders

@@ -147,7 +147,7 @@ def test_clicks(config, flagged, tmp_path):
         ids={"user": sj.data.VocabularyColumn()},
     )
     data = sj.read_clicks(path, schema)
-    model = sj.embeddings.build_click_model(
+    model = sj.clicks.build_click_model(
         config, num_dense=1, features=data.num_ids, rngs=nnx.Rngs(0)
     )
     trained(model, sj.optimizers.rowwise_adagrad(0.1), data, validation=data)

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsejax.clicks.models import gives_ids_as_they_are
 from sparsejax.data.scans.scan_clicks import ScannedClicks
 from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.embeddings.collection import EmbeddingCollection, collections_of
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.lookup import Sender
-from sparsejax.embeddings.models import gives_ids_as_they_are
 from sparsejax.embeddings.placement import Distinct
 from sparsejax.embeddings.tables import sender_of
 from sparsejax.engine.train import dispatch as dispatching

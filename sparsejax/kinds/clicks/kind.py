@@ -13,13 +13,13 @@ from flax import nnx
 
 from sparsejax import codec
 from sparsejax.callers import warn_caller
+from sparsejax.clicks.config import ClickModelConfig, DynamicTables
 from sparsejax.data.files import stored
 from sparsejax.data.files.names import as_names
 from sparsejax.data.reading.sources import Inputs
 from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
 from sparsejax.data.sets.click_schema import ClickSchema, VocabularyColumn, num_ids
 from sparsejax.data.sets.clicks import ClickDataset, without_bad_lines
-from sparsejax.embeddings.model_config import ClickModelConfig, DynamicTables
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.footprint import Workload
@@ -113,7 +113,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         return dataclasses.replace(defaults, beside_regression=config.regression)
 
     def maker(self, config, data, targets=None, *, content=None) -> Maker:
-        from sparsejax.embeddings.models import build_click_model
+        from sparsejax.clicks.models import build_click_model
 
         _check_targets(targets)
         if kind_of(data) is not self:

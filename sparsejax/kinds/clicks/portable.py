@@ -13,13 +13,11 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from sparsejax.embeddings import row_codes
 from sparsejax.embeddings.collection import EmbeddingCollection, collections_of
 from sparsejax.embeddings.config import Unknown
 from sparsejax.embeddings.dynamic.state import IndexState
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.placement import Stack, StackedTable, stack_tables
-from sparsejax.embeddings.row_codes import RowCodes, TableDtype
 from sparsejax.kinds.clicks.scores import (
     Clicks,
     check_click_model,
@@ -30,7 +28,9 @@ from sparsejax.kinds.clicks.scores import (
 from sparsejax.kinds.content import copied
 from sparsejax.kinds.portable import Portable, split
 from sparsejax.mesh.layout import to_host_in_pieces
+from sparsejax.ops import row_codes
 from sparsejax.ops.hash_index import Index, TableKeys
+from sparsejax.ops.row_codes import RowCodes, TableDtype
 from sparsejax.optimizers import gradients
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.options.predicting import Write

@@ -219,7 +219,7 @@ def check_click_model(model: Any) -> None:
     """Raises TypeError if a model is not a click model."""
     if kind_of_model(model).ranks_items or not callable(model):
         raise TypeError(
-            "clicks need a click model, such as sparsejax.embeddings.DLRM, or a module that is called as "
+            "clicks need a click model, such as sparsejax.clicks.DLRM, or a module that is called as "
             f"model(dense, ids); got {type(model).__name__}, "
             + ("which predicts items" if callable(model) else "which is not called")
         )

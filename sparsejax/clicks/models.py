@@ -15,12 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sparsejax.embeddings import new_ids
-from sparsejax.embeddings.collection import EmbeddingCollection
-from sparsejax.embeddings.config import FeatureConfig, Placement, TableConfig
-from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
-from sparsejax.embeddings.layers import Layers, relu, with_bias
-from sparsejax.embeddings.model_config import (
+from sparsejax.clicks.config import (
     ClickModelConfig,
     DCNConfig,
     DeepFMConfig,
@@ -30,8 +25,13 @@ from sparsejax.embeddings.model_config import (
     TINConfig,
     WideDeepConfig,
 )
+from sparsejax.clicks.layers import Layers, relu, with_bias
+from sparsejax.clicks.sharing import chained, shared_layers
+from sparsejax.embeddings import new_ids
+from sparsejax.embeddings.collection import EmbeddingCollection
+from sparsejax.embeddings.config import FeatureConfig, Placement, TableConfig
+from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
 from sparsejax.embeddings.plan import EmbeddingPlan
-from sparsejax.embeddings.sharing import chained, shared_layers
 from sparsejax.ops.dot_interaction import blank_vectors, dot_interaction
 from sparsejax.ops.implementations import Implementation
 from sparsejax.optimizers.optimizer import Optimizer

@@ -237,7 +237,7 @@ def test_what_does_not_fit():
     with pytest.raises(ValueError, match="data have one label"):
         sj.predict(model, fewer)
     with pytest.raises(ValueError, match="the model has one label, but the data have"):
-        sj.predict(sj.embeddings.Calibrated(OfOneLabel()), data)
+        sj.predict(sj.clicks.Calibrated(OfOneLabel()), data)
 
 
 class Wide(nnx.Module):

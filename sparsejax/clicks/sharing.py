@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sparsejax.embeddings.layers import Layers, relu
-from sparsejax.embeddings.model_config import PLE, MMoE, SharedBottom, Sharing
+from sparsejax.clicks.config import PLE, MMoE, SharedBottom, Sharing
+from sparsejax.clicks.layers import Layers, relu
 
 _kernel_init = nnx.initializers.lecun_normal(batch_axis=0)
 

@@ -38,7 +38,7 @@ def inputs(num_dense, batch=16):
 def build(config, num_dense=3):
     """With parameters none of which is zero."""
     sizes = {"num_dense": num_dense, "features": FEATURES}
-    model = sj.embeddings.build_click_model(config, **sizes, rngs=nnx.Rngs(0))
+    model = sj.clicks.build_click_model(config, **sizes, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(1)
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         values = rng.standard_normal(variable.shape) / 2
@@ -147,9 +147,7 @@ def test_training_on_a_mesh():
         with jax.set_mesh(mesh) if mesh else jax.set_mesh(sj.make_mesh()):
             sizes: dict[str, typing.Any] = {"num_dense": 3, "features": FEATURES}
             sizes["plan"] = {"item": "rows"}
-            model = sj.embeddings.build_click_model(
-                CONFIGS[3], **sizes, rngs=nnx.Rngs(0)
-            )
+            model = sj.clicks.build_click_model(CONFIGS[3], **sizes, rngs=nnx.Rngs(0))
             rule = sj.optimizers.rowwise_adagrad(0.1)
             optimizer = sj.Optimizer(model, rule, dense=optax.adam(1e-2))
             batch = inputs(3)
@@ -176,15 +174,15 @@ def test_training_on_a_mesh():
 )
 def test_bad_json(document, error, message):
     with pytest.raises(error, match=message):
-        sj.embeddings.ClickModelConfig.from_json(document)
+        sj.clicks.ClickModelConfig.from_json(document)
 
 
 def test_bad_sizes():
     with pytest.raises(ValueError, match=r"dense must be \[batch, 3\]"):
         build(CONFIGS[0])(*inputs(2)[:2])
     with pytest.raises(ValueError, match="at least one feature"):
-        sj.embeddings.DCN(sj.DCNConfig(), num_dense=3, features={}, rngs=nnx.Rngs(0))
+        sj.clicks.DCN(sj.DCNConfig(), num_dense=3, features={}, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="no pairs"):
-        sj.embeddings.DLRM(
+        sj.clicks.DLRM(
             sj.DLRMConfig(), num_dense=0, features={"a": 3}, rngs=nnx.Rngs(0)
         )

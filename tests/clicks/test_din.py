@@ -52,7 +52,7 @@ def inputs(batch=16, num_dense=2, config=CONFIG):
 
 def built(config=CONFIG, num_dense=2, features=None):
     """With parameters none of which is zero."""
-    model = sj.embeddings.build_click_model(
+    model = sj.clicks.build_click_model(
         config,
         num_dense=num_dense,
         features=features or FEATURES_OF[config],
@@ -223,7 +223,7 @@ def test_training_on_a_mesh_has_the_losses_of_one_device(config):
     losses = []
     for mesh in (sj.make_mesh(), sj.make_mesh(data=2, model=4)):
         with jax.set_mesh(mesh):
-            model = sj.embeddings.build_click_model(
+            model = sj.clicks.build_click_model(
                 config,
                 num_dense=2,
                 features=FEATURES_OF[config],

@@ -1,0 +1,9 @@
+"""Click models: tables of embeddings, and layers that make a logit of their rows.
+
+This package stands above `embeddings`, as each model has an `EmbeddingCollection`.
+"""
+
+import lazy_loader
+
+# `__init__.pyi` lists the names; each is imported when it is first used.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
