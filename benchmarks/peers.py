@@ -54,14 +54,43 @@ class Clicks(nn.Module):
         return functional.binary_cross_entropy_with_logits(logits, labels)
 
 
-class DIN(nn.Module):
-    """The loss of a DIN, whose history is weighed by the candidate."""
+class Shared(nn.Module):
+    """Logits of two labels, by experts that both share or have alone, and a tower for each."""
 
-    def __init__(self, dense: int, ids: int, dim: int, attention: tuple, hidden: tuple):
+    def __init__(self, kind: str, inputs: int, hidden: tuple):
+        super().__init__()
+        self.kind, count = kind, {"SharedBottom": 1, "MMoE": 4, "PLE": 6}[kind]
+        stacks = (layers(inputs, *hidden, activated=True) for _ in range(count))
+        self.experts = nn.ModuleList(stacks)
+        gates = range(0 if kind == "SharedBottom" else 2)
+        self.gates = nn.ModuleList(nn.Linear(inputs, 4) for _ in gates)
+        self.towers = nn.ModuleList(layers(hidden[-1], 32, 1) for _ in range(2))
+
+    def forward(self, x):
+        found = [expert(x) for expert in self.experts]
+        logits = []
+        for i, tower in enumerate(self.towers):
+            # A label's own experts, then the shared ones.
+            mine = found[2 * i : 2 * i + 2] + found[4:] if self.kind == "PLE" else found
+            y = mine[0]
+            if self.gates:
+                weights = functional.softmax(self.gates[i](x), -1)[..., None]
+                y = (weights * torch.stack(mine, 1)).sum(1)
+            logits.append(tower(y)[:, 0])
+        return torch.stack(logits, 1)
+
+
+class DIN(nn.Module):
+    """The loss of a DIN, whose history is weighed by the candidate; `top` has two labels."""
+
+    def __init__(
+        self, dense: int, ids: int, dim: int, attention: tuple, hidden: tuple, top: str
+    ):
         super().__init__()
         self.user, self.item = nn.Embedding(ids, dim), nn.Embedding(ids, dim)
         self.attention = layers(4 * dim, *attention, 1)
-        self.hidden = layers(dense + 3 * dim, *hidden, 1)
+        inputs = dense + 3 * dim
+        self.hidden = Shared(top, inputs, hidden) if top else layers(inputs, *hidden, 1)
 
     def forward(self, dense, user, item, had, labels):
         history = self.item(had.clamp(min=0)) * (had >= 0)[..., None]
@@ -70,7 +99,7 @@ class DIN(nn.Module):
         unit = torch.cat([history, both, history - both, history * both], -1)
         summed = (self.attention(unit) * history).sum(1)
         x = torch.cat([dense, self.user(user), candidate, summed], -1)
-        logits = self.hidden(x)[:, 0].float()
+        logits = self.hidden(x).float().reshape(labels.shape)
         return functional.binary_cross_entropy_with_logits(logits, labels)
 
 

@@ -9,7 +9,8 @@ in `--cases lengths` 50 to 16,384 places, 65,536 in a batch, and 1,024 negatives
 columns of events, of users and a context beside ids, some 65,000 tokens of up to 200 in a history. `items` is
 an autoencoder over 40,981 items with a softmax over all. `din` is a DIN with a million users and
 items, vectors of 16, and layers of 80 and 40 that weigh a history, of whose places a uniform share
-is filled. All have Adam. *Own* is a loop of one's own under `sj.jit`, *plain* one that does not say
+is filled; `din-SharedBottom`, `din-MMoE` and `din-PLE` have two labels. In float32, *difference* is the largest
+one between the losses of both in 20 steps of SGD from the same weights, as a share. All others have Adam. *Own* is a loop of one's own under `sj.jit`, *plain* one that does not say
 how many targets there are, *recommend* ranks for one full history. *Kernels* is a time by CUPTI,
 *host* the time until a call returns.
 
@@ -29,6 +30,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -44,7 +46,7 @@ _DENSE, _DIM, _LAYERS, _SKEW = 13, 16, (512, 256), 1.2
 _LENGTH, _DROPOUT = 50, 0.4
 _ITEMS, _ENTRIES, _HIDDEN = 40_981, 27, 256
 _IDS, _FACTS = 1_000_000, 4  # of DIN
-_RATE = 1e-3
+_RATE, _SGD_RATE = 1e-3, 0.1
 
 # Kind, batch, width of a sequence model, dtype, places of a history, sampled negatives.
 _CASE = "kind", "batch", "width", "dtype", "places", "negatives"
@@ -62,6 +64,7 @@ def _case(
     return kind, batch, width, dtype, places, negatives
 
 
+_DINS = "din", "din-SharedBottom", "din-MMoE", "din-PLE"
 # Places of a history, and histories of a batch.
 _LENGTHS = {50: 1024, 200: 256, 512: 128, 1024: 64, 4096: 16, 16384: 1}
 _CASES: dict[str, tuple[_Case, ...]] = {
@@ -84,6 +87,12 @@ _CASES: dict[str, tuple[_Case, ...]] = {
         for batch in (4_096, 65_536)
         for places in (50, 200)
     ),
+    "tops": (
+        _case("din-MMoE", 4_096),
+        _case("din-PLE", 65_536),
+        _case("din-PLE", 4_096, places=200),
+        _case("din-MMoE", 65_536, places=200),
+    ),
     "lengths": tuple(
         _case(kind, batch, dtype=dtype, places=places, negatives=1024)
         for kind in ("hstu", "sasrec")
@@ -95,14 +104,14 @@ _CASES: dict[str, tuple[_Case, ...]] = {
         _case("sasrec-events", 1024, places=200, negatives=1024),
     ),
     "cpu": (
-        _case("din", 512, 64, "float32"),
+        *(_case(kind, 512, 64, "float32") for kind in _DINS),
         _case("clicks", 4_096, 64, "float32"),
         _case("sasrec", 128, 64, "float32"),
         _case("hstu", 128, 64, "float32"),
         _case("items", 512, 64, "float32"),
     ),
     "tiny": (
-        _case("din", 16, 16, "float32", 8),
+        *(_case(kind, 16, 16, "float32", 8) for kind in _DINS),
         _case("clicks", 64, 16, "float32"),
         _case("sasrec", 8, 16, "float32", 8),
         _case("hstu", 8, 16, "float32", 8),
@@ -172,6 +181,12 @@ def _run(arguments: argparse.Namespace) -> None:
                     middle = statistics.median(each[name] for each in found)
                     result[name] = round(middle, 3)
                 report["results"].append(result | side.ask(profile=form))
+            if case[0] in _DINS and case[3] == "float32":
+                with tempfile.NamedTemporaryFile(suffix=".npz") as weights:
+                    both = [side.ask(losses=weights.name) for side in sides]
+                a, b = (np.array(each.get("losses", np.nan)) for each in both)
+                difference = {"difference": float(np.abs(a / b - 1).max())}
+                report["results"].append(named | {"form": "losses"} | difference)
             for side in sides:
                 fits = side.ask(fit=True).get("fit", [])
                 report["results"] += [named | each for each in fits]
@@ -225,6 +240,8 @@ def _work(side: Callable) -> None:
                 made.fitted = "fit" not in without
             elif "time" in request:
                 answer = _times(made.forms[request["time"]], request["seconds"])
+            elif "losses" in request:
+                answer["losses"] = made.losses(request["losses"])
             elif "profile" in request:
                 answer = made.profile(made.forms[request["profile"]])
             elif made and made.fitted:
@@ -279,15 +296,15 @@ def _clicks(batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return dense, ids, (rng.random(batch) < 0.2).astype(np.float32)
 
 
-def _examples(batch: int, places: int) -> tuple[np.ndarray, ...]:
-    """Dense columns, users, items, histories and labels."""
+def _examples(batch: int, places: int, labels: int) -> tuple[np.ndarray, ...]:
+    """Dense columns, users, items, histories and labels, which are a vector if there are 0."""
     rng = np.random.default_rng(0)
     filled = rng.integers(0, places + 1, (batch, 1))
     had = rng.integers(0, _IDS, (batch, places))
     had = np.where(np.arange(places) < filled, had, -1)
     dense = rng.standard_normal((batch, _FACTS)).astype(np.float32)
     user, item = rng.integers(0, _IDS, (2, batch))
-    click = rng.integers(0, 2, batch).astype(np.float32)
+    click = rng.integers(0, 2, (batch, labels) if labels else batch).astype(np.float32)
     return dense, *(a.astype(np.int32) for a in (user, item, had)), click
 
 
@@ -324,19 +341,23 @@ class _Ours:
             logits = model(dense, ids)
             return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
 
-        if kind == "din":
+        if kind in _DINS:
+            top = kind.partition("-")[2]
             weighed = sj.DINConfig(
                 dim=_DIM,
                 length=places,
                 attention=(80, 40),
                 hidden=(64, 32),
                 dtype=dtype,
+                sharing=getattr(sj, top)() if top else None,
             )
+            asked = dict.fromkeys(("click", "buy")) if top else {}
             read: Any = {"user": _IDS, "item": _IDS, "had": "item"}
             self.make = lambda: sj.clicks.build_click_model(
-                weighed, num_dense=_FACTS, features=read, rngs=rngs(0)
+                weighed, num_dense=_FACTS, features=read, labels=asked, rngs=rngs(0)
             )
-            dense, *ids, labels = map(jnp.asarray, _examples(batch, places))
+            examples = _examples(batch, places, len(asked))
+            dense, *ids, labels = map(jnp.asarray, examples)
             given: tuple = dense, dict(zip(read, ids, strict=True)), labels
         elif kind == "clicks":
             names = [f"C{i}" for i in range(len(_ROWS))]
@@ -439,14 +460,15 @@ class _Ours:
             optimizer.update(model, grads)
             return loss
 
-        def form(jit):
+        def form(jit, rule=None):
             state: list[Any] = []
 
             def call():
                 if not state:
                     model = make()
                     model.train()
-                    optimizer = sj.Optimizer(model, sj.optimizers.adam(_RATE))
+                    adam = sj.optimizers.adam(_RATE)
+                    optimizer = sj.Optimizer(model, rule or adam)
                     state[:] = model, optimizer, jit(written)
                 loss = state[2](state[0], state[1], *given)
                 return loss, loss.block_until_ready
@@ -454,9 +476,27 @@ class _Ours:
             return call
 
         self.forms[f"own, sj.jit{name}"] = form(sj.jit)
+        self._sgd = form(sj.jit, sj.optimizers.sgd(_SGD_RATE))
         if not (only or name):
             nnx_jit = lambda f: nnx.jit(f, donate_argnums=(0, 1))
             self.forms["own, nnx.jit"] = form(nnx_jit)
+
+    def losses(self, path: str) -> list[float]:
+        """The losses of 20 steps of a DIN by SGD. Torch reads its weights from the file."""
+        from flax import nnx
+
+        def weights(model):
+            yield from (model.embeddings.table(name) for name in ("user", "item"))
+            modules: Any = nnx.iter_modules(model)
+            for _, part in modules:
+                if hasattr(part, "kernel"):
+                    yield from (part.kernel[...].T, part.bias[...])
+                for i in range(part.count if hasattr(part, "biases") else 0):
+                    for kernel, bias in zip(part.kernels, part.biases, strict=True):
+                        yield from (kernel[...][i].T, bias[...][i])
+
+        np.savez(path, *weights(self.make()))
+        return [float(self._sgd()[0]) for _ in range(20)]
 
     def profile(self, step: Callable) -> dict:
         """Milliseconds of the kernels of a step, and microseconds of the largest."""
@@ -476,7 +516,7 @@ class _Ours:
 
         import sparsejax as sj
 
-        if self.kind == "din" or self.kind.endswith("events"):
+        if self.kind in _DINS or self.kind.endswith("events"):
             return []
         data, found, on_gpu = self._data(), [], jax.default_backend() == "gpu"
         for rule in (sj.optimizers.adagrad(_RATE), sj.optimizers.adam(_RATE)):
@@ -578,9 +618,10 @@ class _Torch:
         place = lambda array: torch.from_numpy(array).to(device)
         long = lambda array: place(array.astype(np.int64))
         self._torch, self._on_gpu, drawn = torch, device == "cuda", tuple
-        if kind == "din":
-            make: Callable = lambda: DIN(_FACTS, _IDS, _DIM, (80, 40), (64, 32))
-            dense, *ids, labels = _examples(batch, places)
+        if kind in _DINS:
+            top = kind.partition("-")[2]
+            make: Callable = lambda: DIN(_FACTS, _IDS, _DIM, (80, 40), (64, 32), top)
+            dense, *ids, labels = _examples(batch, places, 2 * bool(top))
             given: tuple = place(dense), *map(long, ids), place(labels)
         elif kind == "clicks":
             make = lambda: Clicks(_DENSE, _ROWS, _DIM, _LAYERS)
@@ -609,13 +650,18 @@ class _Torch:
             given = *shown, long(where), long(targets[where])
             drawn = lambda: (torch.randint(items, (negatives,), device=device),)
 
-        def form(compiled):
+        def form(compiled, path=None):
             state: list[Any] = []
 
             def call():
                 if not state:
                     net = make().to(device)
                     optimizer = torch.optim.Adam(net.parameters(), _RATE, fused=True)
+                    if path is not None:
+                        optimizer = torch.optim.SGD(net.parameters(), _SGD_RATE)
+                        weights = np.load(path).values()
+                        for mine, read in zip(net.parameters(), weights, strict=True):
+                            mine.data.copy_(place(read))
                     state[:] = torch.compile(net) if compiled else net, optimizer
                 net, optimizer = state
                 half = dtype == "bfloat16"
@@ -629,6 +675,12 @@ class _Torch:
             return call
 
         self.forms = {"torch, eager": form(False), "torch, compiled": form(True)}
+        self._form = form
+
+    def losses(self, path: str) -> list[float]:
+        """The losses of 20 steps of SGD by plain torch, from weights of ours."""
+        step = self._form(False, path)
+        return [float(step()[0].detach()) for _ in range(20)]
 
     def profile(self, step: Callable) -> dict:
         """Milliseconds of the kernels of a step."""
