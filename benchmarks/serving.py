@@ -19,6 +19,9 @@ average: of a whole one, of waiting for a batch, of packing and on the device. T
 part of what it measures. "most" sends as fast as answers come, over 64 connections; on a GPU
 four processes send. "grpc" sends requests of 256 rows, with names as bytes, over 16 calls. "cold" is
 a start without compiled programs on disk; the service finds those of "engine" there.
+
+"stages-50" and "stages-200" are two stages on a CPU: DIN ranks 500 of 100,000 items by histories of
+50 and 200. The service has the first two processors of this process, and the client the others.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -65,6 +69,7 @@ class Case(NamedTuple):
       rates: of requests a second.
       seconds: for each rate.
       clients: processes that send as many requests as are answered.
+      length: number of items of a row.
     """
 
     items: int
@@ -73,19 +78,24 @@ class Case(NamedTuple):
     rates: tuple[int, ...]
     seconds: float
     clients: int
+    length: int = _LENGTH
 
 
 CPU = Case(40_981, "float32", (1, 8, 16, 64), (50, 100, 200), 20.0, 1)
 _GPU = Case(1_000_000, "bfloat16", (1, 8, 64, 256, 1024), (200, 1000), 8.0, 4)
 _LARGE = Case(10_000_000, "bfloat16", (1, 64, 1024), (), 0.0, 0)
 _HUGE = Case(100_000_000, "bfloat16", (64,), (), 0.0, 0)
+_STAGES = {
+    f"stages-{length}": Case(100_000, "float32", (1,), (50,), 20.0, 1, length)
+    for length in (50, 200)
+}
 
 
 def main() -> None:
     if sys.argv[1:2] == ["client"]:
         _run(_client(**json.loads(sys.argv[2])))
         return
-    parts = {part: {} for part in ("usual", "large", "huge")}
+    parts = {part: {} for part in ("usual", "large", "huge", *_STAGES)}
     command(__doc__, __file__, parts, _measure)
 
 
@@ -101,6 +111,9 @@ def _run(asking: Coroutine[Any, Any, Any]) -> Any:
 def _measure(part: str) -> Iterator[dict]:
     import jax
 
+    if part in _STAGES:
+        yield from _of_stages(part, _STAGES[part])
+        return
     usual = CPU if jax.default_backend() == "cpu" else _GPU
     case = {"usual": usual, "large": _LARGE, "huge": _HUGE}[part]
     if usual is CPU and case is not CPU:
@@ -152,6 +165,52 @@ def export(path: pathlib.Path, case: Case) -> None:
     model = _model(case, 0.1)
     names = [f"item {i}" for i in range(case.items)] if case.rates else None
     sj.export_predictor(model, path, k=_MOST, names=names, batch_size=max(case.rows))
+
+
+def _of_stages(part: str, case: Case) -> Iterator[dict]:
+    """An untrained GRU of width 16 finds candidates, and an untrained DIN ranks them."""
+    from flax import nnx
+
+    import sparsejax as sj
+    from sparsejax.data.files.names import as_names
+    from sparsejax.kinds.histories.next_items import NextItems
+    from sparsejax.kinds.stages import Stages
+    from sparsejax.predictors import signature
+    from sparsejax.predictors.stages import IDS, Requests
+
+    items, names = case.items, as_names(f"item {i}" for i in range(case.items))
+    config = sj.GRUConfig(max_length=case.length, width=16)
+    first = sj.sequence.build_sequence_model(config, items=items, rngs=nnx.Rngs(0))
+    ranks = sj.DINConfig(
+        dim=16, length=case.length, attention=(80, 40), hidden=(64, 32)
+    )
+    sizes = {"user": items, "item": items + 2, "had": "item"}
+    second = sj.clicks.build_click_model(
+        ranks, num_dense=0, features=sizes, rngs=nnx.Rngs(1)
+    )
+    ids = {"user": sj.data.HashedColumn(items), "had": sj.data.VocabularyColumn()}
+    requests = Requests(
+        feature_names=names,
+        stages=signature.Stages(history="had", lengths={"user": 1, "had": case.length}),
+        schema=sj.ClickSchema("click", ids=ids),
+        vocabularies={"had": names},
+    )
+    both = Stages(
+        NextItems(first, times=False),
+        second,
+        candidates=500,
+        items={f"{IDS}item": 2 + np.arange(items, dtype=np.int32)[:, None]},
+        requests=requests.inputs,
+    )
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "model.predictor"
+        sj.export_predictor(both, path, k=K, names=requests, batch_size=1)
+        os.sched_setaffinity(0, cores[:2])
+        with _service(path) as (ports, _):
+            os.sched_setaffinity(0, cores[2:] or cores)
+            for result in _run(_loads(ports["port"], case, user="u7")):
+                yield result | {"part": part}
 
 
 def _on_device(case: Case) -> Any:
@@ -221,9 +280,9 @@ def numbers(count: int, case: Case, seed: int = 0) -> list[list[int]]:
     """Rows of distinct items, the popular ones more often."""
     rng = np.random.default_rng(seed)
     weights = np.cumsum(1 / np.arange(1, case.items + 1))
-    drawn = rng.random((count, 2 * _LENGTH)) * weights[-1]
+    drawn = rng.random((count, 2 * case.length)) * weights[-1]
     rows = np.searchsorted(weights, drawn).tolist()
-    return [[*dict.fromkeys(row)][:_LENGTH] for row in rows]
+    return [[*dict.fromkeys(row)][: case.length] for row in rows]
 
 
 def histories(count: int, case: Case, seed: int = 0) -> list[list[str]]:
@@ -360,15 +419,15 @@ def _service(
         service.wait()
 
 
-async def _loads(port: int, case: Case) -> list[dict]:
+async def _loads(port: int, case: Case, **columns: str) -> list[dict]:
     found = []
     for rate in case.rates:
         before = _sums(port)
-        times, failed = await _of_clients(port, case, 1, rate=rate)
+        times, failed = await _of_clients(port, case, 1, rate=rate, columns=columns)
         one = {"part": "rest", "rate": rate, "failed": failed}
         found.append(one | milliseconds(times) | _spent(before, _sums(port)))
     before = _sums(port)
-    times, failed = await _of_clients(port, case, case.clients)
+    times, failed = await _of_clients(port, case, case.clients, columns=columns)
     done = len(times) / case.seconds
     one = {"part": "most", "rate": done, "failed": failed}
     return [*found, one | milliseconds(times) | _spent(before, _sums(port))]
@@ -405,11 +464,13 @@ def _is_ready(port: int) -> bool:
         return False
 
 
-def _body(history: list[str]) -> bytes:
-    shape = [len(history)]
-    items = {"name": "items", "datatype": "BYTES", "shape": shape, "data": history}
-    document = {"inputs": [items], "parameters": {"k": K}}
-    return json.dumps(document).encode()
+def _body(history: list[str], columns: Mapping[str, str]) -> bytes:
+    lists = {"items": history} | {name: [cell] for name, cell in columns.items()}
+    inputs = [
+        {"name": name, "datatype": "BYTES", "shape": [len(data)], "data": data}
+        for name, data in lists.items()
+    ]
+    return json.dumps({"inputs": inputs, "parameters": {"k": K}}).encode()
 
 
 class _Connection:
@@ -486,7 +547,7 @@ async def _of_clients(
       count: of processes, which share the connections.
       how: see `_client`.
     """
-    facts = {"port": port, "items": case.items, "seconds": case.seconds, **how}
+    facts = {"port": port, "case": case, "seconds": case.seconds, **how}
     clients = [
         await asyncio.create_subprocess_exec(
             *(sys.executable, __file__, "client"),
@@ -501,19 +562,20 @@ async def _of_clients(
 
 async def _client(
     port: int,
-    items: int,
+    case: Case,
     seconds: float,
     count: int,
     seed: int,
     rate: float | None = None,
+    columns: Mapping[str, str] = types.MappingProxyType({}),
     grpc: bool = False,
 ) -> None:
     """Prints `at_rate`, or without a rate `at_once`; or `_calls`."""
-    case = CPU._replace(items=items)
+    case = Case(*case)
     if grpc:
         found = await _calls(port, case, seconds, _CALLS // count)
     else:
-        bodies = [_body(history) for history in histories(200, case, seed)]
+        bodies = [_body(history, columns) for history in histories(200, case, seed)]
         await at_rate(port, bodies, 20, 1.0)  # its own first requests
         if rate is None:
             found = await at_once(port, bodies, seconds, _CONNECTIONS // count)
