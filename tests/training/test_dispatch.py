@@ -174,6 +174,24 @@ def test_an_epoch_goes_on_where_it_was_left():
         next(epochs.dispatches(2))
 
 
+def test_a_dispatch_knows_the_next_one_of_any_epoch():
+    """So that ids are sent to the devices that own their rows before an epoch begins."""
+    train, _ = checkerboard(100, 20)
+    epochs = training.Epochs(training.place(train), batch_size=4, num_epochs=2)
+    first, last = epochs.dispatches(0)
+    assert first.after and last.after
+    following = first.after()
+    assert following and following.rows is last.rows
+    assert following.first == last.first == 16
+    following = last.after()
+    found = list(epochs.dispatches(1))
+    assert following
+    assert found[0].rows is following.rows and following.first == 0
+    expected = training.Epochs(training.place(train), batch_size=4, num_epochs=2)
+    np.testing.assert_array_equal(found[0].rows, next(expected.dispatches(1)).rows)
+    assert found[-1].after and found[-1].after() is None
+
+
 def test_even_steps():
     found = [
         dispatch.even_steps(total, 64) for total in (1, 59, 64, 65, 96, 1024, 127, 131)

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from sparsejax.engine.batching import bucket, close_bucket
 from sparsejax.engine.static import check_hashable
 from sparsejax.engine.train import fused as fused_output
 from sparsejax.engine.train.resident import (
+    Dispatch,
     Examples,
     Resident,
     Sizes,
@@ -72,38 +74,6 @@ class Projected(Protocol):
         Rows of a `RowParam` with pending updates are seen without these updates.
         """
         ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Dispatch:
-    """Some steps of an epoch, made by `Epochs.dispatches` and run by `Program.launch`.
-
-    >>> epochs = Epochs(place(train), batch_size=512, num_epochs=20)
-    >>> dispatch = next(epochs.dispatches(0))
-    >>> dispatch.count == len(dispatch.examples), int(dispatch.examples[0])
-    (True, 512)
-
-    Attributes:
-      data: the examples on the devices.
-      rows: `[steps, data, batch_size / data]` row numbers for each step of an epoch, or of a chunk
-          of streamed data; -1 stands for no row.
-      first: index in `rows` of the first step of this dispatch.
-      examples: number of examples of each step of this dispatch.
-      sizes: sizes that the program is compiled for.
-      is_last: whether this dispatch contains the last step of `rows`.
-    """
-
-    data: Resident
-    rows: jax.Array
-    first: int
-    examples: np.ndarray
-    sizes: Sizes
-    is_last: bool
-
-    @property
-    def count(self) -> int:
-        """Number of steps."""
-        return len(self.examples)
 
 
 class Epochs:
@@ -163,6 +133,8 @@ class Epochs:
         self.batch_size = step_size(batch_size, max(examples.chunks), self._parts)
         self._key = put_on_mesh(jax.random.key(seed))
         self._found: dict[tuple[int, int], tuple[int, ...]] = {}
+        # The rows of an epoch whose first dispatch was asked for before the epoch begins.
+        self._ahead: dict[int, jax.Array] = {}
 
     def dispatches(self, epoch: int, *, position: int = 0) -> Iterator[Dispatch]:
         """Iterates over the dispatches of an epoch.
@@ -208,7 +180,9 @@ class Epochs:
         self, data: Resident, chunk: int, epoch: int, position: int
     ) -> Iterator[Dispatch]:
         capacities = self._capacities(data, chunk, epoch)
-        rows, _ = self._order(data, chunk, epoch)
+        rows = self._ahead.pop(epoch, None)
+        if rows is None:
+            rows, _ = self._order(data, chunk, epoch)
         entries = entries_of_step(capacities, self._parts, data.sparse_inputs)
         steps, full, padded = steps_per_dispatch(entries), False, fills_dispatches()
         if padded:
@@ -218,17 +192,33 @@ class Epochs:
             one_chunk = len(self._examples.chunks) == 1
             full = one_chunk and (len(rows) - position) % steps == 0
         sizes = Sizes(capacities, steps, sorts_ahead(), full, padded and not full)
-        for first in range(position, len(rows), sizes.steps):
+
+        def made(first: int) -> Dispatch | None:
+            if first >= len(rows):
+                return self._first_after(data, epoch)
             steps = np.arange(first, min(first + sizes.steps, len(rows)))
             left = data.num_rows - steps * self.batch_size
-            yield Dispatch(
+            return Dispatch(
                 data=data,
                 rows=rows,
                 first=first,
                 examples=np.minimum(self.batch_size, left),
                 sizes=sizes,
                 is_last=first + len(steps) == len(rows),
+                after=functools.partial(made, first + sizes.steps),
             )
+
+        for first in range(position, len(rows), sizes.steps):
+            yield cast(Dispatch, made(first))
+
+    def _first_after(self, data: Resident, epoch: int) -> Dispatch | None:
+        """The first dispatch of the next epoch; None if there is none or data are in chunks."""
+        following = epoch + 1
+        if following == self.num_epochs or len(self._examples.chunks) > 1:
+            return None
+        (dispatch, *_) = itertools.islice(self._of_chunk(data, 0, following, 0), 1)
+        self._ahead[following] = dispatch.rows
+        return dispatch
 
     def _order(self, data: Resident, chunk: int, epoch: int):
         # A signal handler's exception would be replaced by another one inside JAX's caches.
@@ -348,8 +338,7 @@ class Program[Model: nnx.Module | Trainable]:
         if staging is None:
             return self._launched(dispatch, None)
         found, start, sizes = [], 0, dispatch.sizes
-        steps = dispatch.first, dispatch.count, sizes
-        for count, staged in staging.parts(dispatch.data, dispatch.rows, *steps):
+        for count, staged in staging.parts(dispatch):
             part = dispatch
             if count < dispatch.count:
                 # It may have far fewer steps than the capacity of the program.

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -147,6 +147,41 @@ class TrainingTask(abc.ABC):
         return x
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Dispatch:
+    """Some steps of an epoch, made by `Epochs.dispatches` and run by `Program.launch`.
+
+    >>> epochs = Epochs(place(train), batch_size=512, num_epochs=20)
+    >>> dispatch = next(epochs.dispatches(0))
+    >>> dispatch.count == len(dispatch.examples), int(dispatch.examples[0])
+    (True, 512)
+
+    Attributes:
+      data: the examples on the devices.
+      rows: `[steps, data, batch_size / data]` row numbers for each step of an epoch, or of a chunk
+          of streamed data; -1 stands for no row.
+      first: index in `rows` of the first step of this dispatch.
+      examples: number of examples of each step of this dispatch.
+      sizes: sizes that the program is compiled for.
+      is_last: whether this dispatch contains the last step of `rows`.
+      after: function that returns the next dispatch of these data, also of the next epoch, or
+          None behind the last one; None if it is not known.
+    """
+
+    data: Resident
+    rows: jax.Array
+    first: int
+    examples: np.ndarray
+    sizes: Sizes
+    is_last: bool
+    after: Callable[[], Dispatch | None] | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of steps."""
+        return len(self.examples)
+
+
 @runtime_checkable
 class Staging(Protocol):
     """Processes the ids of steps before the steps run.
@@ -155,19 +190,10 @@ class Staging(Protocol):
     rows.
     """
 
-    def parts(
-        self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
-    ) -> Iterator[tuple[int, Any]]:
-        """Prepares some steps.
+    def parts(self, dispatch: Dispatch) -> Iterator[tuple[int, Any]]:
+        """Prepares the steps of a dispatch.
 
         If their rows do not fit into memory together, it yields parts of them.
-
-        Args:
-          data: examples on the devices.
-          rows: row numbers of each step of an epoch, as in `Dispatch`.
-          first: number of the first step.
-          count: number of steps.
-          sizes: sizes that the program is compiled for.
 
         Yields:
           The number of steps in the part, and the argument `staged` of `TrainingTask.with_staged`.

@@ -25,9 +25,9 @@ from sparsejax.embeddings.lookup import Sender
 from sparsejax.embeddings.placement import Distinct
 from sparsejax.embeddings.tables import sender_of
 from sparsejax.engine.train import dispatch as dispatching
-from sparsejax.engine.train.resident import Resident, Sizes
+from sparsejax.engine.train.resident import Dispatch, Resident, Sizes
 from sparsejax.mesh.layout import axis_sizes, mesh_is_set, parts_of_axes, replicated
-from sparsejax.mesh.xla_options import Programs
+from sparsejax.mesh.xla_options import Programs, same_bits_are_wanted
 from sparsejax.sparse import CSR, host_rows
 
 # Number of samples of a batch in which distinct ids are counted.
@@ -128,7 +128,8 @@ class IdsAhead:
     """The `Staging` of click models whose ids are exchanged between the devices of a mesh.
 
     If dispatches are launched asynchronously, the ids of the next dispatch are sent before the
-    steps of the current one start. So the host need not wait to learn whether all ids fit.
+    steps of the current one start, also at the end of an epoch. So the host need not wait to
+    learn whether all ids fit.
     """
 
     def __init__(self, senders: tuple[Sender, ...], deterministic: bool):
@@ -153,26 +154,25 @@ class IdsAhead:
             return None
         return cls(tuple(senders), deterministic)
 
-    def parts(
-        self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
-    ) -> Iterator[tuple[int, FeatureBatch | None]]:
+    def parts(self, dispatch: Dispatch) -> Iterator[tuple[int, FeatureBatch | None]]:
         asked, self._next = self._next, None
-        if asked is None or asked.rows is not rows or asked.first != first:
-            asked = self._asked(data, rows, first, count, sizes)
-        after = first + count
-        if after < len(rows) and dispatching.launches_ahead():
-            more = min(sizes.steps, len(rows) - after)
-            self._next = self._asked(data, rows, after, more, sizes)
+        where = dispatch.rows, dispatch.first
+        if asked is None or asked.rows is not where[0] or asked.first != where[1]:
+            asked = self._asked(dispatch)
+        if dispatch.after is not None and dispatching.launches_ahead():
+            following = dispatch.after()
+            self._next = None if following is None else self._asked(following)
         # If some ids did not fit, the steps exchange ids themselves. Reading `crowded` waits for
         # it.
-        yield count, None if asked.crowded else asked.batch
+        yield dispatch.count, None if asked.crowded else asked.batch
 
-    def _asked(
-        self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
-    ) -> _Asked:
-        batch, crowded = self._sent(self._senders, data, rows, first, count, sizes)
+    def _asked(self, dispatch: Dispatch) -> _Asked:
+        where = dispatch.rows, dispatch.first
+        batch, crowded = self._sent(
+            self._senders, dispatch.data, *where, dispatch.count, dispatch.sizes
+        )
         crowded.copy_to_host_async()  # the copy arrives before the steps start
-        return _Asked(rows, first, batch, crowded)
+        return _Asked(*where, batch, crowded)
 
 
 class _Asked(NamedTuple):
@@ -199,13 +199,12 @@ def _sent(
     batches = data.take(rows, sizes.capacities)
     exists = (rows >= 0).reshape(len(rows), -1)
 
-    def of_step(i):
-        used = [jax.tree.map(lambda leaf: leaf[i], batch) for batch in batches]
+    def of_step(used, exists):
         (_, ids), _ = data.roles.of(used)
         batch, flags = FeatureBatch({}), []
         for sender in senders:
             mine = {name: ids[name] for name in sender.names}
-            found, crowded = sender.sent(mine, exists[i])
+            found, crowded = sender.sent(mine, exists)
             batch = FeatureBatch(
                 batch.stacks | found.stacks,
                 batch.keys | found.keys,
@@ -214,5 +213,9 @@ def _sent(
             flags.append(crowded)
         return batch, jnp.any(jnp.stack(flags))
 
-    batch, crowded = lax.map(of_step, jnp.arange(sizes.steps))
+    if same_bits_are_wanted():
+        # XLA's deterministic scatter of a stack loses updates, see `mesh.xla_options`.
+        batch, crowded = lax.map(lambda step: of_step(*step), (batches, exists))
+    else:  # the ids of all steps cross together
+        batch, crowded = jax.vmap(of_step)(batches, exists)
     return batch, replicated(jnp.any(crowded))

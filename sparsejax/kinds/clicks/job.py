@@ -23,9 +23,9 @@ from sparsejax.embeddings.host_slots import NoRoomError
 from sparsejax.embeddings.staged import Staged
 from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.resident import (
+    Dispatch,
     Examples,
     Resident,
-    Sizes,
     TrainingTask,
     checked_weights,
 )
@@ -185,9 +185,9 @@ class ClickStaging:
         # split.
         self._fits: int | None = None
 
-    def parts(
-        self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
-    ) -> Iterator[tuple[int, FeatureBatch]]:
+    def parts(self, dispatch: Dispatch) -> Iterator[tuple[int, FeatureBatch]]:
+        data, rows, sizes = dispatch.data, dispatch.rows, dispatch.sizes
+        first, count = dispatch.first, dispatch.count
         if self._rows is None or self._rows[0] is not rows:  # once an epoch
             local = np.asarray(jax.jit(Resident.local)(data, rows))
             self._rows = rows, np.asarray(rows), local
