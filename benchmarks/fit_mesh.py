@@ -10,8 +10,8 @@ all sizes are tiny, and `JAX_NUM_CPU_DEVICES=8` makes the devices. Predictions a
 
 Items: 8 or 40 million in and out, 256 units, RMSProp, fused, 64 entries a row, zipf .8. *Epoch* is
 that of `epoch.py`. *Dlrm* has the 26 tables of `workloads.clicks_to_fit`; *dynamic* has dynamic
-ones. HSTU and SASRec have width 256, 4 heads, 2 blocks and 1,024 sampled negatives among 1,000,000
-items, or the exact softmax over 200,000; lengths are lognormal, 70 entries in the mean. *Big* is a
+ones. HSTU, SASRec and the GRU have width 256, 4 heads, 2 blocks and 1,024 sampled negatives among
+1,000,000 items, or the exact softmax over 200,000, as has the *own* model of a page; lengths are lognormal, 70 entries in the mean. *Big* is a
 table of 400 M rows of 256 numbers, or of as many as half of the devices and the disk have room for:
 its training is killed behind its first checkpoint and goes on with half of the devices. Ways name the
 mesh axis; *narrow* sends bfloat16, *same* is `fit(deterministic=True)`, trained twice.
@@ -26,6 +26,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -86,6 +87,8 @@ CASES = {
     "hstu": Case("histories", 2048, (*_BOTH, "data_same"), ("uniform", 1_000_000)),
     "sasrec": Case("histories", 2048, _BOTH, ("uniform", 1_000_000)),
     "hstu-zipf": Case("histories", 2048, ("data", "model"), ("zipf", 1_000_000)),
+    "gru": Case("histories", 2048, ("data", "model"), ("uniform", 1_000_000)),
+    "own-exact": Case("histories", 512, ("data", "model"), ("uniform", 200_000)),
     "hstu-exact": Case("histories", 512, ("data", "model"), ("uniform", 200_000)),
     "sasrec-exact": Case("histories", 512, ("data", "model"), ("uniform", 200_000)),
     "gowalla": Case("gowalla", 512, (), (40_981, 34, 29_858), grows=False),
@@ -384,15 +387,33 @@ def _made(name: str, batch: int) -> tuple[Callable, Any, dict[str, Any]]:
         law, items = case.given
         items, users, width = (items, _USERS, _WIDTH) if on_gpu else (1000, 256, 16)
         data = histories_to_fit(rng, items, users, law)
-        kind = sj.HSTUConfig if name.startswith("hstu") else sj.SASRecConfig
-        config = kind(
-            max_length=200 if on_gpu else 16,
+        length = 200 if on_gpu else 16
+        if name.startswith("own"):
+
+            def made():
+                rngs = nnx.Rngs(0)
+                model = _own(data.num_features, width, places=length, rngs=rngs)
+                return model, sj.Optimizer(model, rule)
+
+            return made, data, {}
+        kinds = {"hstu": sj.HSTUConfig, "gru": sj.GRUConfig}
+        more = {} if name == "gru" else {"heads": 4, "dtype": "bfloat16"}
+        config = kinds.get(name.split("-")[0], sj.SASRecConfig)(
+            max_length=length,
             width=width,
-            heads=4,
             negatives=None if name.endswith("exact") else _NEGATIVES,
-            dtype="bfloat16",
+            **more,
         )
     return lambda: sj.build(config, data, rule), data, {}
+
+
+def _own(*sizes: int, **options: Any):
+    """The model of histories on the page for models of one's own."""
+    page = (_HERE.parent / "docs/own_models.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    given: dict[str, Any] = {}
+    exec("".join((blocks[0], next(b for b in blocks if "class Fading" in b))), given)  # noqa: S102
+    return given["Fading"](*sizes, **options)
 
 
 def _mesh(way: str, devices: int):

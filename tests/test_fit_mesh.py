@@ -52,6 +52,8 @@ def test_a_prediction_shares_out_the_work_and_adds_what_crosses(fit_mesh):
         "dynamic model 8 65536",
         "hstu data_same 8 2048",
         "sasrec model 2 4096",
+        "gru data 2 2048",
+        "own-exact model 2 512",
     ],
 )
 def test_a_part_trains_on_its_mesh(fit_mesh, part, capfd):
