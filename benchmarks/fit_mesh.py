@@ -397,12 +397,15 @@ def _made(name: str, batch: int) -> tuple[Callable, Any, dict[str, Any]]:
 
             return made, data, {}
         kinds = {"hstu": sj.HSTUConfig, "gru": sj.GRUConfig}
-        more = {} if name == "gru" else {"heads": 4, "dtype": "bfloat16"}
-        config = kinds.get(name.split("-")[0], sj.SASRecConfig)(
+        options: dict[str, Any] = (
+            {} if name == "gru" else {"heads": 4, "dtype": "bfloat16"}
+        )
+        made_by: Any = kinds.get(name.split("-")[0], sj.SASRecConfig)
+        config = made_by(
             max_length=length,
             width=width,
             negatives=None if name.endswith("exact") else _NEGATIVES,
-            **more,
+            **options,
         )
     return lambda: sj.build(config, data, rule), data, {}
 

@@ -744,10 +744,11 @@ def _distinct_route(part: CSR, width: int, mine: int, count: int) -> Route:
         order = by_column.order
         return slots, sent, order, by_column.rows, _unsorted(order, slot)
 
-    slots, sent, *entries = sorted_ids(jnp.asarray(part.indices), part.indptr)
+    slots, sent, order, bag, asked = sorted_ids(jnp.asarray(part.indices), part.indptr)
     crowded = _on_any_device(slots.lack | (part.indptr[-1] > mine))
     owned = _one_each(width, _exchanged(sent).reshape(-1))
-    return Route(owned, *slots.way_back(part, *entries), crowded[None])
+    asked, bags = slots.way_back(part, order, bag, asked)
+    return Route(owned, asked, bags, crowded[None])
 
 
 def _one_by_one(f: Callable[..., Any]) -> Callable[..., Any]:
