@@ -41,6 +41,7 @@ def command(
     write_table: Callable[[dict], None] | None = None,
     *,
     together: bool = False,
+    by_operation: bool = False,
 ) -> None:
     """The command line of a benchmark: `run`, `table`, and its parts one by one.
 
@@ -51,8 +52,12 @@ def command(
       measure: function that yields the results of a part; each gets `versions`.
       write_table: called with the committed report; by default `print_results`.
       together: see `run_parts`.
+      by_operation: whether results have the names of operations, which parts begin with.
     """
-    results = RESULTS / f"{pathlib.Path(script).stem}.json"
+    files: dict[pathlib.Path, dict[str, Mapping[str, str]]] = {}
+    for part, environment in parts.items():
+        name = part.split()[0] if by_operation else pathlib.Path(script).stem
+        files.setdefault(RESULTS / f"{name}.json", {})[part] = environment
     parser = argparse.ArgumentParser(description=doc)
     actions = ["run", "table", *parts]
     parser.add_argument("action", choices=actions, metavar="{run,table,PART}")
@@ -60,20 +65,24 @@ def command(
         "--only", nargs="+", default=["*"], help="parts, with wildcards"
     )
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=pathlib.Path, default=results)
+    parser.add_argument("--output", type=pathlib.Path)
     arguments = parser.parse_args()
-    if arguments.action == "run":
-        wanted = {
-            part: environment
-            for part, environment in parts.items()
-            if any(fnmatch.fnmatch(part, pattern) for pattern in arguments.only)
-        }
-        run_parts(script, wanted, arguments.output, arguments.commit, together=together)
-    elif arguments.action == "table":
-        (write_table or print_results)(json.loads(results.read_text()))
-    else:
+    if arguments.action not in ("run", "table"):
         for result in measure(arguments.action):
             emit({"versions": versions(), **result})
+        return
+    for results, given in files.items():
+        if arguments.action == "table":
+            (write_table or print_results)(json.loads(results.read_text()))
+            continue
+        wanted = {
+            part: environment
+            for part, environment in given.items()
+            if any(fnmatch.fnmatch(part, pattern) for pattern in arguments.only)
+        }
+        if wanted:
+            output = arguments.output or results
+            run_parts(script, wanted, output, arguments.commit, together=together)
 
 
 def training_command(
