@@ -153,7 +153,7 @@ def _gather_in_jax(workload: Workload) -> Iterator[Trial]:
         inputs = [(_csr(batch, workload.num_cols), w) for batch in batches]
         implementations = ["mosaic_gpu", "xla"] + ["cusparse"] * (dtype == "float32")
         candidates: dict[str, Callable] = {
-            name: functools.partial(gather_sum, implementation=name)
+            name: functools.partial(gather_sum, implementation=name)  # pyrefly: ignore
             for name in implementations
         }
         names, check = _product(workload, dtype, host)
