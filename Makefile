@@ -54,8 +54,9 @@ test-as-user: $(VENV)/.installed
 	  --durations 10 tests/as_user
 
 # Of losses over all items and of ranking the tests choose their own types. Annotations are
-# checked here, as types differ most, and a check of all tests would take a fifth of their time.
-X64 := $(addprefix tests/,ops/test_gather_matmul.py ops/test_scatter_gradient.py ops/test_row_update.py test_losses.py)
+# checked here, as types differ most, and a check of all tests would take a fifth of their time;
+# `test_annotations.py` imports the modules whose functions these tests do not call.
+X64 := $(addprefix tests/,test_annotations.py ops/test_gather_matmul.py ops/test_scatter_gradient.py ops/test_row_update.py test_losses.py)
 test-x64: $(VENV)/.installed
 	JAX_ENABLE_X64=1 JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest \
 	  --numprocesses 2 --dist worksteal --check-annotations -m "not release" $(OPTIONS) $(X64)

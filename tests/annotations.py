@@ -1,6 +1,6 @@
 """How annotations are checked at run time, under `--check-annotations`."""
 
-from typing import Any, Self
+from typing import Self
 
 import beartype
 from jax import export
@@ -13,6 +13,6 @@ Symbol = type(export.symbolic_shape("size")[0])
 check = beartype.beartype(
     conf=beartype.BeartypeConf(
         is_pep484_tower=True,
-        hint_overrides=beartype.FrozenDict({Self: Any, int: int | Symbol}),
+        hint_overrides=beartype.FrozenDict({Self: object, int: int | Symbol}),
     )
 )

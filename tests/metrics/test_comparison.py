@@ -15,7 +15,9 @@ def measured(names, **figures) -> metrics.Measured:
 
 
 def of_clicks(logits, labels) -> metrics.Measured:
-    return metrics.Measured({}, metrics.Rows.of_clicks(logits, labels))
+    return metrics.Measured(
+        {}, metrics.Rows.of_clicks(*map(np.asarray, (logits, labels)))
+    )
 
 
 def test_intervals_are_those_of_scipy():

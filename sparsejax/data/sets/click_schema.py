@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, cast, get_args
+from typing import Any, ClassVar, Literal, Protocol, cast, get_args, runtime_checkable
 
 from sparsejax import codec
 from sparsejax.data.files.names import Names
@@ -551,6 +551,7 @@ def without_propensity(schema: ClickSchema) -> ClickSchema:
     return dataclasses.replace(schema, propensity=None, least_propensity=None)
 
 
+@runtime_checkable
 class HasColumns(Protocol):
     """A schema with columns of numbers and of categories: of clicks, or of events."""
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
 from sparsejax.data.files.names import find_names
 from sparsejax.data.sets.split import heldout_names
 
-
-class _Parts[T](NamedTuple):
-    train: T
-    heldout: T
+# Not a generic NamedTuple, of which beartype checks none.
+_Parts = collections.namedtuple("_Parts", ("train", "heldout"))
 
 
-class Split[T](_Parts[T]):
+class Split[T](_Parts):
     """The two parts of a data set that its methods `split`, `split_last`, ... return.
 
     >>> split = read("purchases.tsv").split(0.5, seed=0)
@@ -35,6 +34,8 @@ class Split[T](_Parts[T]):
         same feature in `train`; see `split_at`.
     """
 
+    train: T  # pyrefly: ignore[bad-override]
+    heldout: T  # pyrefly: ignore[bad-override]
     # The default is for methods of NamedTuple that skip __new__, such as _replace.
     repeats: int = 0
 
@@ -46,26 +47,25 @@ class Split[T](_Parts[T]):
     @property
     def new_rows(self) -> int:
         """Number of rows that have held-out entries but no entry in train."""
-        parts: Any = self
-        if not hasattr(parts.train, "row_names"):
-            return parts.heldout.num_rows
-        known, held = (p.row_names[p._entries.lengths > 0] for p in parts)
+        train, heldout = self._untyped()
+        if not hasattr(train, "row_names"):
+            return heldout.num_rows
+        known, held = (p.row_names[p._entries.lengths > 0] for p in (train, heldout))
         return int(np.sum(find_names(held, known) < 0))
 
     @property
     def new_features(self) -> int:
         """Number of features that have held-out entries but no entry in train."""
         known, held = map(_features, self)
-        new = (np.setdiff1d(h, k).size for k, h in zip(known, held, strict=True))
-        return sum(new)
+        return sum(np.setdiff1d(h, k).size for k, h in zip(known, held, strict=True))
 
     def __str__(self) -> str:
-        train, heldout = self._sizes()
+        parts = self._untyped()
+        train, heldout = (getattr(p, "num_entries", p.num_rows) for p in parts)
         share = f"{heldout / max(train + heldout, 1):.1%}"
         if not hasattr(self.train, "row_names"):
             return f"held out {heldout:,} of {train + heldout:,} examples ({share})"
-        parts: Any = self
-        rows = np.sum(parts.heldout._entries.lengths > 0)
+        rows = np.sum(parts[1]._entries.lengths > 0)
         return (
             f"held out {heldout:,} of {train + heldout:,} entries ({share}), in {rows:,} "
             f"rows; new rows: {self.new_rows:,}, new features: {self.new_features:,}"
@@ -73,10 +73,8 @@ class Split[T](_Parts[T]):
             * bool(self.repeats)
         )
 
-    def _sizes(self) -> list[int]:
-        """The number of entries (for clicks, of examples) in each part."""
-        parts: Any = self
-        return [getattr(p, "num_entries", p.num_rows) for p in parts]
+    def _untyped(self) -> tuple[Any, ...]:
+        return tuple(self)
 
 
 def _features(part: Any) -> list[np.ndarray]:

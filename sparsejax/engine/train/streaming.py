@@ -11,7 +11,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ _SHARE, _CHUNK_SHARE = 1 / 4, 1 / 8
 Matrix = CSR | np.ndarray
 
 
+@runtime_checkable
 class OnDisk(Protocol):
     """Data on disk that is read in chunks."""
 
