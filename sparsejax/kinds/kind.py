@@ -38,6 +38,9 @@ from sparsejax.options.predicting import Recommend, Write
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Fit, Training
 
+# Writes the part of a model that is fitted on all data, also on the held-out data, into a file.
+Final = Callable[[pathlib.Path], None]
+
 
 @runtime_checkable
 class OfKind(Protocol):
@@ -261,18 +264,30 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         `content` is the `ContentSizes` of the item content, or None.
         """
 
-    def prepare(self, model: nnx.Module, data: Data) -> None:
-        """Computes the untrained parts of a new model from data. For `build`."""
-        return
+    def prepare(
+        self,
+        model: nnx.Module,
+        data: Data,
+        everything: Data | None = None,
+        *,
+        earlier: pathlib.Path | None = None,
+    ) -> Final | None:
+        """Computes the untrained parts of a new model from data. For `build`.
 
-    def save_final(self, path: pathlib.Path, config: Config, source: Source) -> None:
-        """Writes a part fitted on all data, which a model gets after training, if its kind has
-        one.
+        Args:
+          model: the new model.
+          data: data to train on.
+          everything: all data, including held-out data; None if nothing is held out.
+          earlier: file of the part of the run that is trained further, or None.
+
+        Returns:
+          A function that writes the part fitted on all data, which a model gets after training; None
+          if there is none.
         """
-        return
+        return None
 
     def set_final(self, model: nnx.Module, path: pathlib.Path) -> None:
-        """Loads the part that `save_final` wrote into a trained model."""
+        """Loads the part that `Final` wrote into a trained model."""
         raise NotImplementedError
 
     # The data of a run.

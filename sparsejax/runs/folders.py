@@ -28,8 +28,8 @@ from jax.sharding import PartitionSpec as P
 from sparsejax import codec, ending, optimizers
 from sparsejax.data import ItemFeatures
 from sparsejax.engine.train.checkpoint import Checkpoints
-from sparsejax.kinds.kind import Kind, Maker, config_of, kind_of
-from sparsejax.kinds.source import Ahead, Source
+from sparsejax.kinds.kind import Final, Kind, Maker, config_of, kind_of
+from sparsejax.kinds.source import Ahead
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.mesh.layout import mesh_is_set, sharding_of
@@ -378,8 +378,8 @@ def load_model(directory: str | pathlib.Path) -> tuple[Any, Any]:
 
 
 def continued(
-    earlier: Folder, settings: Settings, data: Any
-) -> tuple[Any, Optimizer, bool]:
+    earlier: Folder, settings: Settings, data: Any, everything: Any = None
+) -> tuple[Any, Optimizer, bool, Final | None]:
     """Prepares the model of an earlier run for further training, with rows for new items or ids.
 
     It starts from the trained model that `load_model` returns. A linear part is computed from the
@@ -389,11 +389,13 @@ def continued(
       earlier: the earlier run.
       settings: settings of the new run, which has at least as many features.
       data: data to train on, with the features of the new run.
+      everything: all data, including held-out data; None if nothing is held out.
 
     Returns:
-      The model, the optimizer, and whether the optimizer has the state of the earlier one. It has
-      if both rules are of the same kind, neither's learning rate depends on the step, and both
-      losses are over all items or over equally many negatives.
+      The model; the optimizer; whether the optimizer has the state of the earlier one; and the
+      result of `Kind.prepare`. The optimizer has the state if both rules are of the same kind,
+      neither's learning rate depends on the step, and both losses are over all items or over
+      equally many negatives.
 
     Raises:
       ValueError: the folder has no readable checkpoint.
@@ -416,9 +418,11 @@ def continued(
         before.rule = rule
     optimizer = before if kept else Optimizer(model, rule, seed=settings.seed)
     set_linear_part(model, data)
-    settings.kind.prepare(model, data)
+    part = pathlib.Path(directory) / _FINAL
+    how = {"earlier": part if part.exists() else None}
+    final = settings.kind.prepare(model, data, everything, **how)
     _put_where_restored((model, optimizer))
-    return model, optimizer, kept
+    return model, optimizer, kept, final
 
 
 def _put_where_restored(modules: tuple[Any, Optimizer]) -> None:
@@ -442,7 +446,7 @@ def restored_modules(
       ahead: function that lowers the program that the model will run, and returns a function that
           compiles it. If it saves time, this runs in another thread while the checkpoint is read.
           The model passed to it has shapes in place of arrays.
-      final: whether the part that `Kind.save_final` wrote is loaded into the model.
+      final: whether the part that was fitted on all data is loaded into the model.
     """
     directory, run, known = opened.directory, opened.settings, opened.known
     checkpoints = checkpoints_of(directory, run)
@@ -498,7 +502,7 @@ def begun(
     *,
     resume: bool,
     features: ItemFeatures | None = None,
-    source: Source | None = None,
+    final: Final | None = None,
 ) -> Generator[Checkpoints]:
     """Starts or resumes a run, and locks its folder against other trainings while the context is
     open.
@@ -513,7 +517,7 @@ def begun(
       resume: whether to continue if the folder exists. As long as it has no checkpoint, nothing
           was trained, so its settings may be replaced.
       features: content of the items, or None.
-      source: data of a training from which the part for `Kind.save_final` is made, or None.
+      final: function that writes the part that is fitted on all data, or None.
 
     Yields:
       The checkpoints of the run.
@@ -546,8 +550,8 @@ def begun(
             if not steps:
                 # A killed training may have left this file.
                 (directory / _FINAL).unlink(missing_ok=True)
-                if source is not None and run.origin is None:
-                    run.kind.save_final(directory / _FINAL, run.network, source)
+                if final is not None:
+                    final(directory / _FINAL)
             write(run)
 
         def undo():

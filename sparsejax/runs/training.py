@@ -14,7 +14,7 @@ from sparsejax.callers import warn_caller
 from sparsejax.engine.train.dispatch import Dispatch, Epochs, Program
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.kinds.content import set_content, sizes_of
-from sparsejax.kinds.kind import Defaults, kind_of
+from sparsejax.kinds.kind import Defaults, Final, kind_of
 from sparsejax.kinds.reading import name_of
 from sparsejax.kinds.source import Source
 from sparsejax.kinds.threads import meanwhile
@@ -85,6 +85,7 @@ def train(
                 "cannot resume with item_features=...: the run was begun without"
             )
         settings = dataclasses.replace(settings, content=content)
+    final = None
     if training.origin is None or restored:
         linear_part = None
         if not restored:
@@ -93,7 +94,7 @@ def train(
         dispatch = None if computed is None else _first_dispatch(settings, source)
         model, optimizer = settings.build(source.known)
         if not restored:
-            kind.prepare(model, source.data)
+            final = kind.prepare(model, source.data, source.everything)
         if source.features is not None:
             set_content(model, source.features, new=True)
         if dispatch is not None:
@@ -104,7 +105,7 @@ def train(
         if computed is not None:
             model.output.linear.set_to(*computed())
     else:
-        model, optimizer = _continued(training, settings, source)
+        model, optimizer, final = _continued(training, settings, source)
         if source.features is not None:
             set_content(model, source.features, new=False)
             content = model.output.content.sizes
@@ -116,7 +117,7 @@ def train(
         source.known,
         resume=training.resume,
         features=source.features,
-        source=source,
+        final=final,
     ) as checkpoints:
         if summary is not None:
             account = kind.account(source.data)
@@ -313,16 +314,20 @@ def _compile_meanwhile(
 
 def _continued(
     training: Training, settings: Settings, source: Source
-) -> tuple[Any, Optimizer]:
-    """The model of the earlier run, extended by new items, and the optimizer."""
+) -> tuple[Any, Optimizer, Final | None]:
+    """The model of the earlier run, extended by new items, the optimizer, and the part fitted on
+    all data.
+    """
     assert training.origin is not None
     earlier = Folder.of(training.origin)
     before = earlier.settings
-    model, optimizer, kept = folders.continued(earlier, settings, source.data)
+    model, optimizer, kept, final = folders.continued(
+        earlier, settings, source.data, source.everything
+    )
     added = settings.num_features - before.num_features
     what = "goes on with its state" if kept else "begins anew"
     training.say(
         f"{training.origin}: {before.num_features:,} {before.kind.numbered} are known, "
         f"{added:,} are new; the optimizer {what}"
     )
-    return model, optimizer
+    return model, optimizer, final

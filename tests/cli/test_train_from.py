@@ -82,7 +82,7 @@ def test_before_training_the_known_items_are_recommended_as_before(first, tmp_pa
     data = sj.read(later).append_features(known)
     changed = {"num_features": ITEMS, "optimizer": sj.optimizers.sgd(0.1)}
     new = dataclasses.replace(settings, **changed)
-    model, optimizer, kept = folders.continued(folders.Folder.of(first), new, data)
+    model, optimizer, kept, _ = folders.continued(folders.Folder.of(first), new, data)
     assert not kept and optimizer.rule == sj.optimizers.sgd(0.1)
     trained, _ = sj.load_model(first)
     old = sj.read(before, features=known)

@@ -312,7 +312,7 @@ def test_clicks_go_on_with_new_categories(folder, tmp_path, capsys):
         tmp_path / "tuesday.csv", SCHEMA, features=before, append=True
     )
     now = dataclasses.replace(run.settings, num_features=20)
-    longer, _, kept = continued(Folder.of(run.directory), now, data)
+    longer, _, kept, _ = continued(Folder.of(run.directory), now, data)
     assert kept and longer.num_ids == data.num_ids
     # To the bit, also of examples with new categories, until it is trained on.
     np.testing.assert_array_equal(sj.predict(longer, data), predicted)

@@ -19,6 +19,8 @@ from sparsejax.kinds.clicks.regression import (
     fit_regression,
     least_share,
     regression_logits,
+    set_final,
+    set_regression,
     set_to,
 )
 from sparsejax.kinds.clicks.scores import logits_of
@@ -200,8 +202,11 @@ def test_a_run_has_it_by_default():
     network: Any = run.settings.network
     assert run.settings.validation_split == ".1" and network.regression
     kept, _ = clicks.split_rows(0.9, seed=0)
-    own, every = fit_regression(kept), fit_regression(clicks)
-    assert np.abs(own.tables["item"] - every.tables["item"]).max() > 1e-3
+    own, apart = fit_regression(kept), fit_regression(clicks)
+    every = fit_regression(clicks, near=own)
+    assert np.abs(own.tables["item"] - every.tables["item"]).max() > 5e-3
+    assert own.variance == apart.variance == every.variance
+    np.testing.assert_allclose(every.tables["item"], apart.tables["item"], atol=3e-3)
     measured = Folder.of(run.directory).validated_model()
     # The examples that were held out count in the end.
     for model, expected in ((measured, own), (run.model, every)):
@@ -212,9 +217,23 @@ def test_a_run_has_it_by_default():
         np.testing.assert_allclose(logits_of(model, clicks)[0], alone, atol=1e-4)
         set_to(model.share, share)
     assert float(measured.share[...]) == share
-    (run.directory / "regression.npz").write_bytes(b"PK")
+    file = run.directory / "regression.npz"
+    written = file.read_bytes()
+    file.write_bytes(b"PK")
     with pytest.raises(ValueError, match="regression.npz: is not the regression of th"):
         sj.Run.load(run.directory).predict(clicks)
+    file.write_bytes(written)
+    # If nothing is held out, the regression on all examples is what new data add to.
+    some, same = clicks.rows(slice(300)), np.zeros(5, np.float32)
+    expected = fit_regression(some, before=every)
+    for data, tables in (
+        (some, expected.tables),
+        (dataclasses.replace(clicks.rows(slice(5)), labels=same), every.tables),
+    ):
+        assert set_regression(measured, data, data, file) is None
+        weights = np.asarray(measured.linear.embeddings.table("item"))[:, 0]
+        np.testing.assert_allclose(weights, tables["item"], atol=1e-4)
+        set_final(measured, file)
     test = drawn(4000, seed=3)
     by_regression = sj.metrics.auc(regression_logits(own, test), test.labels)
     assert run.evaluate(test)["auc"] > by_regression - 0.005
@@ -224,6 +243,20 @@ def test_a_run_has_it_by_default():
     after = np.asarray(run.model.linear.embeddings.table("item"))[:, 0]
     assert len(after) == 11 and np.abs(after[7:]).min() > 0.01
     assert np.abs(after[2:7] - weights[2:7]).max() < 0.5
+    # Examples that either run held out count in the end, and choose no share of their own.
+    grown = [
+        dataclasses.replace(
+            each, tables={**each.tables, "item": np.pad(each.tables["item"], (0, 4))}
+        )
+        for each in (own, every)
+    ]
+    near = fit_regression(new.split_rows(0.9, seed=0)[0], before=grown[0])
+    measured = Folder.of(run.directory).validated_model()
+    last = fit_regression(new, before=grown[1], near=near)
+    for model, expected in ((measured, near), (run.model, last)):
+        weights = np.asarray(model.linear.embeddings.table("item"))[:, 0]
+        np.testing.assert_allclose(weights, expected.tables["item"], atol=1e-4)
+    assert np.abs(near.tables["item"] - last.tables["item"]).max() > 5e-3
 
 
 def test_what_cannot_have_it(tmp_path):

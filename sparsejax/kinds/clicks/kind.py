@@ -45,7 +45,15 @@ from sparsejax.kinds.clicks.scores import (
     predict,
 )
 from sparsejax.kinds.clicks.worth import LEAST_ROWS, compared, warning_of_columns
-from sparsejax.kinds.kind import Defaults, Kind, Maker, Measurement, Tuned, kind_of
+from sparsejax.kinds.kind import (
+    Defaults,
+    Final,
+    Kind,
+    Maker,
+    Measurement,
+    Tuned,
+    kind_of,
+)
 from sparsejax.kinds.reading import (
     is_last,
     is_saved,
@@ -126,16 +134,10 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
             sizes["labels"] = {name: column.after for name, column in several.items()}
         return Maker(functools.partial(build_click_model, config, **sizes))
 
-    def prepare(self, model: nnx.Module, data: Any) -> None:
+    def prepare(self, model, data, everything=None, *, earlier=None) -> Final | None:
         from sparsejax.kinds.clicks.regression import set_regression
 
-        set_regression(model, data)
-
-    def save_final(self, path, config, source) -> None:
-        from sparsejax.kinds.clicks.regression import save_final
-
-        if config.regression and source.split is not None:
-            save_final(path, source.everything, config.combiner)
+        return set_regression(model, data, everything, earlier)
 
     def set_final(self, model, path) -> None:
         from sparsejax.kinds.clicks.regression import set_final

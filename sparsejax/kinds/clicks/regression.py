@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import pathlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -40,11 +42,13 @@ class Regression:
       dense: `[columns]` weight for each dense column.
       bias: intercept.
       tables: weights for the ids of each table, `[num_rows]`; 0 for ids that are in no example.
+      variance: prior variance of the weights that held-out examples chose; 0 if unknown.
     """
 
     dense: np.ndarray
     bias: float
     tables: Mapping[str, np.ndarray]
+    variance: float = 0.0
 
 
 def fit_regression(
@@ -52,6 +56,7 @@ def fit_regression(
     combiner: Combiner = "sum",
     *,
     before: Regression | None = None,
+    near: Regression | None = None,
 ) -> Regression:
     """Fits a logistic regression with L2 penalty by Newton's method in float64.
 
@@ -67,6 +72,8 @@ def fit_regression(
       clicks: examples to fit.
       combiner: how the weights of several ids in a list are combined.
       before: an earlier regression of the same columns; by default its weights are all 0.
+      near: a regression fitted on most of the examples. Its variance is used, and Newton's method
+        begins with its weights; by default examples are held out to choose the variance.
     """
     columns = _Columns(clicks)
     x, y = columns.matrix(clicks, combiner), clicks.trained_labels.astype(np.float64)
@@ -75,7 +82,9 @@ def fit_regression(
         before = Regression(np.zeros(clicks.dense.shape[1]), 0.0, none)
     offsets = regression_logits(before, clicks, combiner)
     v = np.ones(len(y)) if clicks.weights is None else clicks.weights.astype(np.float64)
-    w = _fitted(x, y, v, _chosen(x, y, v, offsets), offsets)
+    variance = _chosen(x, y, v, offsets) if near is None else near.variance
+    begin = None if near is None else columns.weights(near, before)
+    w = _fitted(x, y, v, variance, offsets, begin)
     first = clicks.dense.shape[1]
     dense = w[:first] / columns.deviation
     tables = {name: weights.copy() for name, weights in before.tables.items()}
@@ -83,7 +92,7 @@ def fit_regression(
         tables[name][ids] += w[first : first + len(ids)]
         first += len(ids)
     bias = before.bias + float(w[-1] - columns.mean @ dense)
-    return Regression(before.dense + dense, bias, tables)
+    return Regression(before.dense + dense, bias, tables, variance)
 
 
 def regression_logits(
@@ -98,31 +107,109 @@ def regression_logits(
     return z
 
 
-def set_regression(model: Any, clicks: ClickDataset | ScannedClicks) -> None:
+def set_regression(
+    model: Any,
+    clicks: ClickDataset | ScannedClicks,
+    everything: ClickDataset | ScannedClicks | None = None,
+    earlier: pathlib.Path | None = None,
+) -> Callable[[pathlib.Path], None] | None:
     """Fits the regression of a click model whose configuration has one, in place.
 
-    Fitting starts from the model's current weights, and the penalty pulls towards them.
+    Fitting starts from the model's current weights, and the penalty pulls towards them. If nothing
+    is held out, the weights in the file `earlier` take their place.
+
+    Args:
+      model: the click model.
+      clicks: examples to fit.
+      everything: `clicks`, and the examples that were held out of the same data; None if none were.
+      earlier: the file with the regression on all examples of the run that is trained further.
+
+    Returns:
+      A function that fits a regression on `everything`, and writes it into a file for `set_final`;
+      None if nothing was held out. It starts from the weights in `earlier`: these were fitted on
+      examples that may be held out now, so the share must not be chosen with them.
 
     Raises:
       NotImplementedError: the examples are scanned.
       ValueError: there are no examples, or all have one label while the model has no weights yet.
     """
     if getattr(model, "share", None) is None:  # as for models of several labels
-        return
+        return None
     if not isinstance(clicks, ClickDataset):
         raise NotImplementedError(
             "the regression of a click model is fitted on examples in memory, and these are "
             "scanned; leave regression out of the configuration"
         )
-    linear = model.linear
+    before = last = _regression_of(model, clicks)
+    if earlier is not None:
+        last = _grown(earlier, before)
+    if everything is None or everything is clicks:
+        everything, before = None, last
     if len(np.unique(clicks.labels)) < 2:
         # keep the fitted weights: examples with a single label would undo them
-        if float(linear.bias[...]):
-            return
+        if before.bias:
+            return _replace(model, before)
         raise ValueError(
             f"the regression of a click model needs examples of both labels, got "
             f"{clicks.num_rows:,} of one; leave regression out of the configuration"
         )
+    combiner = model.config.combiner
+    fitted = fit_regression(clicks, combiner, before=before)
+    _replace(model, fitted)
+    if not isinstance(everything, ClickDataset):
+        return None
+    how = {"combiner": combiner, "before": last, "near": fitted}
+    return functools.partial(_save_final, everything, **how)
+
+
+def _save_final(clicks: ClickDataset, path: pathlib.Path, **how: Any) -> None:
+    """Fits and writes a regression on all examples, including those held out to choose the share.
+
+    A tenth more examples count where many ids are rare, however many examples there are.
+    """
+    found = fit_regression(clicks, **how)
+    tables: Any = {f"of {name}": w for name, w in found.tables.items()}
+    with whole_file(path) as file:
+        np.savez_compressed(file, dense=found.dense, bias=found.bias, **tables)
+
+
+def set_final(model: ClickModel, path: pathlib.Path) -> None:
+    """Loads the regression on all examples, which a run has written, into a model.
+
+    Raises:
+      ValueError: the file is damaged, or belongs to another model.
+    """
+    with _read_final(path) as found:
+        _replace(model, found)
+
+
+@contextlib.contextmanager
+def _read_final(path: pathlib.Path) -> Iterator[Regression]:
+    """A regression read from a file. Errors while this context is open are of the file."""
+    try:
+        with opened_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
+            tables = {n[3:]: arrays[n] for n in arrays.files if n.startswith("of ")}
+            found = Regression(arrays["dense"], float(arrays["bias"]), tables)
+        yield found
+    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path}: is not the regression of this run") from error
+
+
+def _grown(path: pathlib.Path, like: Regression) -> Regression:
+    """A regression read from a file, with the weight 0 for ids that were added since."""
+    with _read_final(path) as found:
+        tables = {
+            name: np.pad(
+                found.tables[name], (0, len(weights) - len(found.tables[name]))
+            )
+            for name, weights in like.tables.items()
+        }
+        return Regression(found.dense + 0 * like.dense, found.bias, tables)
+
+
+def _regression_of(model: Any, clicks: ClickDataset) -> Regression:
+    """The linear part of a click model."""
+    linear = model.linear
     tables = {
         name: np.asarray(linear.embeddings.table(name), np.float64)[:, 0]
         for name in {_table_of(clicks, feature) for feature in clicks.ids}
@@ -130,36 +217,7 @@ def set_regression(model: Any, clicks: ClickDataset | ScannedClicks) -> None:
     dense, bias = (
         np.asarray(x[...], np.float64) for x in (linear.weights, linear.bias)
     )
-    before = Regression(dense, float(bias), tables)
-    _replace(model, fit_regression(clicks, model.config.combiner, before=before))
-
-
-def save_final(path: pathlib.Path, clicks: ClickDataset, combiner: Combiner) -> None:
-    """Fits and writes a regression on all examples, including those held out to choose the share.
-
-    For many examples no file is written: a tenth more examples would change nothing.
-    """
-    if clicks.num_rows > _IN_FOLDS:
-        return
-    found = fit_regression(clicks, combiner)
-    tables: Any = {f"of {name}": w for name, w in found.tables.items()}
-    with whole_file(path) as file:
-        np.savez_compressed(file, dense=found.dense, bias=found.bias, **tables)
-
-
-def set_final(model: ClickModel, path: pathlib.Path) -> None:
-    """Loads the regression that `save_final` wrote into a model.
-
-    Raises:
-      ValueError: the file is damaged, or belongs to another model.
-    """
-    try:
-        with opened_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
-            tables = {n[3:]: arrays[n] for n in arrays.files if n.startswith("of ")}
-            found = Regression(arrays["dense"], arrays["bias"], tables)
-        _replace(model, found)
-    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: is not the regression of this run") from error
+    return Regression(dense, float(bias), tables)
 
 
 def _replace(model: Any, found: Regression) -> None:
@@ -222,6 +280,15 @@ class _Columns:
             entries = _entries(ids, "sum")[1]
             found.setdefault(_table_of(clicks, name), []).append(np.unique(entries))
         self.ids = {name: np.unique(np.concatenate(x)) for name, x in found.items()}
+
+    def weights(self, fitted: Regression, before: Regression) -> np.ndarray:
+        """The difference of two regressions as weights of the columns, and an intercept."""
+        dense = fitted.dense - before.dense
+        of_ids = (
+            (fitted.tables[n] - before.tables[n])[ids] for n, ids in self.ids.items()
+        )
+        bias = fitted.bias - before.bias + self.mean @ dense
+        return np.concatenate([dense * self.deviation, *of_ids, [bias]])
 
     def matrix(self, clicks: ClickDataset, combiner: Combiner) -> Any:
         """`[examples, columns]` CSR. All ids must be known."""
