@@ -236,10 +236,15 @@ def test_a_run_reads_columns_from_disk_and_one_after_it_tells_of_new_categories(
     model, optimizer = sj.build(CONFIG, scanned, run.settings.optimizer, seed=0)
     sj.fit(model, optimizer, scanned, batch_size=16, num_epochs=1)
     check_equal(run.model, model)
-    with pytest.raises(
-        ValueError, match="targets=... needs all of the data; leave out"
-    ):
-        sj.Run.train(path, schema=SCHEMA, chunk_rows=8, targets="buy", **how)
+    wanted = sj.Run.train(path, schema=SCHEMA, chunk_rows=8, targets="buy", **how)
+    model_of_buys, optimizer = sj.build(CONFIG, scanned, wanted.settings.optimizer)
+    sj.fit(
+        model_of_buys, optimizer, scanned, targets="buy", batch_size=16, num_epochs=1
+    )
+    check_equal(wanted.model, model_of_buys)
+    with pytest.raises(ValueError, match="user_features=... needs all of the data"):
+        users = [{"user": "u0", "plan": "paid"}]
+        sj.Run.train(path, schema=SCHEMA, chunk_rows=8, user_features=users, **how)
     # The folder has the categories; later data has others.
     again = sj.Run.load(tmp_path / "run")
     data = sj.read_sequences(path, features=scanned.feature_names, events=SCHEMA)

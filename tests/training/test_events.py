@@ -236,6 +236,29 @@ def test_a_name_of_a_label_is_found_or_an_error():
         rank_by_of(object(), events, "buy")
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [{"targets": "buy"}, {"weights": {"buy": 1, "view": 0.25}}, {"weights": "price"}],
+    ids=str,
+)
+def test_targets_on_disk_are_those_in_memory(wanted, tmp_path):
+    data = sj.read_sequences(world(20), events=SCHEMA)
+    data.save(tmp_path / "histories.parquet")
+    scanned, losses = sj.data.scan_sequences(tmp_path / "histories.parquet"), []
+    for each in (data, scanned):
+        config = sj.GRUConfig(max_length=4, width=4, blocks=1, dropout=0.0)
+        model, optimizer = sj.build(config, data, sj.optimizers.sgd(0.5))
+        losses.append(
+            sj.fit(model, optimizer, each, batch_size=20, num_epochs=2, **wanted)
+        )
+    first, second = ([epoch["loss"] for epoch in history] for history in losses)
+    np.testing.assert_allclose(first, second, rtol=1e-5)
+    assert scanned.with_targets(**wanted).fingerprint() != scanned.fingerprint()
+    for wrong in ({"targets": "gift"}, {"targets": "buy", "weights": {"view": 1}}):
+        with pytest.raises(ValueError, match="is of the kind 'gift'|no event is a tar"):
+            sj.fit(model, optimizer, scanned, **wrong)
+
+
 def test_a_resume_gives_the_same_bits(tmp_path):
     data = whole(SCHEMA).with_targets("buy")
 
@@ -555,8 +578,10 @@ def test_whatever_does_not_read_columns_refuses_them(tmp_path):
         sj.load_predictor(tmp_path / "a.zip").recommend(data, k=2)
     data.without_events().save(tmp_path / "plain.parquet")
     scanned = sj.data.scan_sequences(tmp_path / "plain.parquet")
-    with pytest.raises(NotImplementedError, match="inputs is scanned: read it with"):
+    with pytest.raises(ValueError, match="no columns of events, so there are no kinds"):
         sj.fit(plain, of_plain, scanned, targets="buy")
+    with pytest.raises(NotImplementedError, match="scanned: give weights by the names"):
+        sj.fit(plain, of_plain, scanned, weights=np.ones(scanned.num_entries))
     with pytest.raises(ValueError, match="no columns of events"):
         sj.fit(plain, of_plain, data.without_events(), targets="buy")
     sparse = data.to_sparse()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -50,6 +50,7 @@ class ScannedSequences(ScannedEntries[Histories]):
         as many as fit.
       events: types and categories of the columns of events, as empty `Events`; None if
         there are none.
+      weights: the arguments of `with_targets`; None if all entries count alike.
     """
 
     kind: ClassVar[str] = "histories"
@@ -60,6 +61,7 @@ class ScannedSequences(ScannedEntries[Histories]):
     layout: TableLayout | None = None
     chunk_rows: int | None = None
     events: Events | None = None
+    weights: tuple[Any, Any] | None = None
 
     @property
     def _events(self) -> Events | None:
@@ -68,6 +70,20 @@ class ScannedSequences(ScannedEntries[Histories]):
     def without_rows(self) -> SequenceDataset:
         """An empty data set with these items and columns of events."""
         return no_histories(self.feature_names, self.events)
+
+    def with_targets(
+        self,
+        targets: str | Sequence[str] | None = None,
+        *,
+        weights: Mapping[str, float] | str | None = None,
+    ) -> ScannedSequences:
+        """Sets the weights of entries as targets, as `SequenceDataset.with_targets` does."""
+        self.without_rows().with_targets(targets, weights=weights)  # checks the names
+        return dataclasses.replace(self, weights=(targets, weights))
+
+    def fingerprint(self) -> str:
+        found = super().fingerprint()
+        return found if self.weights is None else f"{found}-{self.weights}"
 
     @property
     def _columns(self) -> dict[str, np.ndarray]:
@@ -100,16 +116,19 @@ class ScannedSequences(ScannedEntries[Histories]):
             raise DataError.at(
                 self.path, "is damaged: an index is not that of a feature"
             )
-        events = self.events
+        events, weights = self.events, None
         if events is not None:
             found = {n: rows.columns[f"{EVENTS}{n}"] for n in events.schema.used}
             try:
                 events = events.with_columns(found)
+                if self.weights is not None:
+                    weights = events.weights_of(*self.weights)
             except ValueError as error:
                 problem = "is damaged: " if self.layout is None else ""
                 raise DataError.at(self.path, f"{problem}{error}") from error
         indptr = as_int32("indptr", rows.indptr)
-        return Histories(indptr, rows.indices, rows.columns.get("times"), events)
+        times = rows.columns.get("times")
+        return Histories(indptr, rows.indices, times, events, weights)
 
     def _decode(self, group: Group, low: int, high: int) -> Entries:
         entries = super()._decode(group, low, high)

@@ -176,6 +176,35 @@ class Events:
         found = np.isin(column, wanted)
         return found if column.ndim == 1 else found.any(axis=1)
 
+    def weights_of(
+        self,
+        targets: str | Sequence[str] | None,
+        weights: Mapping[str, float] | str | None,
+    ) -> np.ndarray:
+        """`[entries]` float32: the weight of each event as a target; see
+        `SequenceDataset.with_targets`.
+        """
+        found = np.ones(len(self), np.float32)
+        targets = [targets] if isinstance(targets, str) else targets
+        if isinstance(weights, str):
+            if weights not in self.schema.dense:
+                raise ValueError(
+                    f"weights={weights!r} is no column of numbers of the events; there is "
+                    f"{', '.join(map(repr, self.schema.dense)) or 'none'}"
+                )
+            found, missing = self[weights], self.schema.dense[weights].missing
+            found = np.where(np.isnan(found), missing or 0, found)  # of a label
+        elif weights is not None:
+            wanted = weights if targets is None else targets
+            if not any(weights[kind] > 0 for kind in weights if kind in wanted):
+                raise ValueError("no event is a target with a positive weight")
+            found = np.zeros_like(found)
+            for kind, weight in weights.items():
+                found = np.where(self.are_of(kind), np.float32(weight), found)
+        if targets is not None:
+            found = np.where(self.are_of(*targets), found, 0)
+        return checked_weights(found, len(self))
+
     @property
     def _kinds(self) -> Names:
         assert self.schema.kind is not None
@@ -396,6 +425,27 @@ class Events:
         lists = codec.value(dict[str, int], lists, _LABEL, "lists")
         names = {name: as_names(v) for name, v in given.items()}
         return no_events(schema, names, lists)
+
+
+def checked_weights(weights: np.ndarray, count: int) -> np.ndarray:
+    """Checks weights and converts them to `[entries]` float32.
+
+    Raises:
+      ValueError: there is not one finite number of 0 or more for each entry.
+    """
+    given = np.asarray(weights, np.float32)
+    if given.shape != (count,):
+        raise ValueError(
+            f"there are {count:,} entries, but weights has the shape {given.shape}"
+        )
+    wrong = ~(np.isfinite(given) & (given >= 0))
+    if wrong.any():
+        entry = int(np.argmax(wrong))
+        raise ValueError(
+            f"weights are finite numbers of 0 or more, got {given[entry]} for entry "
+            f"{entry:,}"
+        )
+    return given
 
 
 def no_events(

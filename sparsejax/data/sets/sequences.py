@@ -17,7 +17,14 @@ from sparsejax.data.files.entries import Entries, offsets
 from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.sets.dataset import SparseDataset, events_of_pairs
-from sparsejax.data.sets.events import Events, UserFeatures, named, of_stated, stated
+from sparsejax.data.sets.events import (
+    Events,
+    UserFeatures,
+    checked_weights,
+    named,
+    of_stated,
+    stated,
+)
 from sparsejax.data.sets.named_rows import NamedRows, check_times, checked_left_out
 from sparsejax.data.sets.split import (
     Repeats,
@@ -43,12 +50,14 @@ class Histories(NamedTuple):
       indices: `[entries]` int32 feature of each entry, the oldest of a row first.
       times: `[entries]` times, or None.
       events: columns of the events, or None.
+      weights: `[entries]` float32 weight of each entry as a target, or None.
     """
 
     indptr: np.ndarray
     indices: np.ndarray
     times: np.ndarray | None = None
     events: Events | None = None
+    weights: np.ndarray | None = None
 
     def padded(self, length: int) -> np.ndarray:
         """`[rows, length]` int32: the last `length` entries of each row, padded with -1.
@@ -205,7 +214,7 @@ class SequenceDataset(NamedRows):
             self._check_times(self.times)
         put("left_out", checked_left_out(self.left_out, self.num_rows))
         if self.weights is not None:
-            put("weights", _checked_weights(self.weights, self.num_entries))
+            put("weights", checked_weights(self.weights, self.num_entries))
         if self.events is not None and len(self.events) != self.num_entries:
             raise ValueError(
                 f"there are {self.num_entries:,} entries, but columns of "
@@ -329,24 +338,8 @@ class SequenceDataset(NamedRows):
         if targets is None and weights is None:
             raise ValueError("give targets=..., weights=... or both")
         events = self._known_events("so there are no kinds and no weights", "...")
-        found = np.ones(self.num_entries, np.float32)
-        if isinstance(weights, str):
-            if weights not in events.schema.dense:
-                raise ValueError(
-                    f"weights={weights!r} is no column of numbers of the events; there is "
-                    f"{', '.join(map(repr, events.schema.dense)) or 'none'}"
-                )
-            found, missing = events[weights], events.schema.dense[weights].missing
-            found = np.where(np.isnan(found), missing or 0, found)  # of a label
-        elif weights is not None:
-            found = np.zeros_like(found)
-            for kind, weight in weights.items():
-                found = np.where(events.are_of(kind), np.float32(weight), found)
-        if targets is not None:
-            kinds = [targets] if isinstance(targets, str) else targets
-            found = np.where(events.are_of(*kinds), found, 0)
-        found = _checked_weights(found, self.num_entries)
-        if not found.any():
+        found = events.weights_of(targets, weights)
+        if self.num_entries and not found.any():
             raise ValueError("no event is a target with a positive weight")
         return dataclasses.replace(self, weights=found)
 
@@ -788,27 +781,6 @@ def _dataset(
         entries.columns.get("weights"),
         events,
     )
-
-
-def _checked_weights(weights: np.ndarray, count: int) -> np.ndarray:
-    """Checks weights and converts them to `[entries]` float32.
-
-    Raises:
-      ValueError: there is not one finite number of 0 or more for each entry.
-    """
-    given = np.asarray(weights, np.float32)
-    if given.shape != (count,):
-        raise ValueError(
-            f"there are {count:,} entries, but weights has the shape {given.shape}"
-        )
-    wrong = ~(np.isfinite(given) & (given >= 0))
-    if wrong.any():
-        entry = int(np.argmax(wrong))
-        raise ValueError(
-            f"weights are finite numbers of 0 or more, got {given[entry]} for entry "
-            f"{entry:,}"
-        )
-    return given
 
 
 SequenceSplit = Split  # an older name of this class

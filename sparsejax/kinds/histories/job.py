@@ -156,16 +156,12 @@ def with_targets(
       what: name of the data, for messages.
 
     Raises:
-      NotImplementedError: the histories are scanned from disk.
+      NotImplementedError: histories that are scanned from disk have a number for each entry.
       ValueError: the events have no kinds, or none of the given kinds; a weight is negative or not
           finite; or no event is a target.
     """
     if targets is None and weights is None:
         return data
-    if not isinstance(data, SequenceDataset):
-        raise NotImplementedError(
-            f"{what} is scanned: read it with read_sequences to train on targets or weights"
-        )
     kinds = [targets] if isinstance(targets, str) else targets
     if kinds is not None and not (
         isinstance(kinds, list | tuple) and all(isinstance(k, str) for k in kinds)
@@ -176,6 +172,11 @@ def with_targets(
         )
     if weights is None or isinstance(weights, str | Mapping):
         return data.with_targets(kinds, weights=weights)
+    if not isinstance(data, SequenceDataset):
+        raise NotImplementedError(
+            f"{what} is scanned: give weights by the names of kinds or of a column of numbers, or "
+            "read the histories with read_sequences"
+        )
     data = dataclasses.replace(data, weights=weights)
     if kinds is None:
         return data
@@ -228,10 +229,10 @@ def scan_of_sequences(
     model: Any, sequences: ScannedSequences, wire_dtype: str | None = None
 ) -> Scanned:
     """Describes scanned histories for `fit`. Chunks end at boundaries of row groups."""
-    roles = SequenceTask.of_model(model, wire_dtype=wire_dtype)
-    # Items, times, positions and event columns.
+    roles = SequenceTask.of_model(model, sequences, wire_dtype)
+    # Items, times, positions, weights and event columns.
     shapes = (_shapes_in_training(model) or {}).values()
-    size = 12 + sum(4 * math.prod(shape) for shape in shapes)
+    size = 12 + 4 * roles.weighted + sum(4 * math.prod(shape) for shape in shapes)
     size *= sequences.num_rows * (model.config.max_length + 1)
     read = lambda *rows: roles.matrices(model, sequences.read(*rows))
     ends = functools.partial(chunk_ends, sequences.groups)

@@ -322,9 +322,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             )
         return data
 
-    def with_targets(
-        self, data: SequenceDataset, recorded: Repeated
-    ) -> SequenceDataset:
+    def with_targets(self, data: Any, recorded: Repeated) -> Any:
         if recorded.targets is None and recorded.weights is None:
             return data
         return data.with_targets(recorded.targets, weights=recorded.weights)
@@ -373,11 +371,10 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
     def scan(self, training: Training) -> tuple[ScannedSequences, Sequence[int]]:
         if training.value is not None:
             raise ValueError("value=...: histories have no values; leave it out")
-        for name in ("targets", "weights", "user_features"):
-            if getattr(training, name) is not None:
-                raise ValueError(
-                    f"{name}=... needs all of the data; leave out chunk_rows"
-                )
+        if training.user_features is not None:
+            raise ValueError(
+                "user_features=... needs all of the data; leave out chunk_rows"
+            )
         rows = training.chunk_rows or 1
         histories = scan_sequences(
             training.data,
@@ -387,6 +384,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             events=stated_schema(training, EventSchema),
             chunk_rows=rows,
         )
+        histories = self.with_targets(histories, training)
         return histories, np.diff([0, *chunk_ends(histories.groups, rows)]).tolist()
 
     def matrix(self, data: SequenceDataset) -> SparseDataset:
