@@ -25,6 +25,7 @@ from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.kinds.content import content_of, fitting, without_content
 from sparsejax.kinds.kind import Kind, Range
 from sparsejax.kinds.reading import (
+    are_baskets,
     check_heldout,
     dates_of,
     fingerprint_of_heldout,
@@ -182,6 +183,11 @@ class Interactions[
     ) -> SparseDataset | Data | None:
         if asked.exclude is None:
             return shown if asked.exclude_seen else None
+        if are_baskets(asked.inputs) != are_baskets(asked.exclude):
+            raise ValueError(
+                "exclude=... is matched by the names of rows, which lists do not have: give inputs "
+                "and exclude both as lists, with one list for each row, or neither"
+            )
         unwanted = self.matrix(
             self.read(
                 asked.exclude,
@@ -299,7 +305,9 @@ class Interactions[
                 how["by"] = "entries"
             how |= self.by_kinds(heldout, how.get("by"))
             measured = self.evaluate(
-                Measure(model, shown, heldout, keep_rows=True, **how)
+                Measure(
+                    model, shown, heldout, keep_rows=True, groups=asked.groups, **how
+                )
             )
         return Findings(
             model=model,

@@ -217,8 +217,10 @@ def _read_histories(
         source = _with_events(source, events)
         return source if features is None else source.align_features(features)
     if (rows := _baskets(source)) is not None:
+        names = [row["user"] for row in rows]
+        if isinstance(features, SequenceDataset) and not any(source):
+            return features.without_rows().align_rows(names, missing="empty")
         if any(isinstance(e, Mapping) for history in source for e in history):
-            names = [row["user"] for row in rows]
             rows = _events_in(source, events)
             data = read_sequences(rows, features=features, events=events)
             return data.align_rows(names, missing="empty")

@@ -108,10 +108,11 @@ class Grouping(Options):
     """Groups of clicks that are measured apart.
 
     Attributes:
-      groups: For clicks, a column of categories: also measure the AUC within each category.
+      groups: For clicks, a column of categories: also measure the AUC within each category. For
+        histories, a column of users: also measure the users of each category separately.
     """
 
-    groups: str | None = option(None, COLUMN, kinds=("clicks",))
+    groups: str | None = option(None, COLUMN, kinds=("clicks", "histories"))
 
 
 class Ranking(Counting, Choosing):
@@ -296,7 +297,8 @@ class Measure(Held, kw_only=False):
         training data is named here.
       groups: For clicks: the name of a feature with one id an example, or `[examples]`
         numbers or text. A warning says if several categories of a feature have one id, as
-        hashed ones may, and so are one group.
+        hashed ones may, and so are one group. For histories: the name of a column of users;
+        "ndcg@20[plan=paid]" and "recall@20[plan=paid]" are of the users of this category.
       weighted: For clicks: weigh each example by its weight; see `ClickSchema`.
       by: "entries" measures items apart by the number of rows that have them in the training
         data, which `popularity` names: 0, 1 to 4, 5 to 9, 10 to 19, 20 and more. For each
@@ -324,7 +326,7 @@ class Measure(Held, kw_only=False):
     features: SparseDataset | Iterable[object] | None = option(None, kinds=("items",))
     exclude: Unordered = option("inputs", kinds=RANKING)
     popularity: Unordered = option("inputs", kinds=RANKING)
-    groups: str | ArrayLike | None = option(None, kinds=("clicks",))
+    groups: str | ArrayLike | None = option(None, kinds=("clicks", "histories"))
     weighted: bool = option(False, kinds=("clicks",))
     optimizer: Optimizer | None = None
     batch_size: int | None = option(None, least=1)

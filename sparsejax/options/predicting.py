@@ -58,7 +58,8 @@ class Recommend(Choosing, InContext, kw_only=False):
         is data, too.
       exclude_seen: Do not recommend items that a row has in the inputs.
       exclude: Also do not recommend a row's interactions here: a file, a table or data. Rows
-        are matched by name; nothing is excluded for a row that is not in it.
+        are matched by name; nothing is excluded for a row that is not in it. If the inputs
+        are lists, give a list for each row.
       rank_by: For histories, a label of the next event: rank by the probability of the item times
         that of this category, or times this number, given the item.
     """

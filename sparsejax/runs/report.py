@@ -616,15 +616,15 @@ def _by_entries(measured: Mapping[str, float]) -> str:
 
 
 def _by_kinds(measured: Mapping[str, float]) -> str:
-    """A table of metrics for kinds of events, from `by="kinds"`."""
-    text = "Held-out events by their kinds."
+    """A table of metrics for kinds of events, from `by="kinds"`, and for groups of users."""
+    text = "Held-out events by their kinds, or by a category of their users."
     return _groups(measured, "events", text, kinds=True)
 
 
 def _groups(measured: Mapping[str, float], head: str, text: str, *, kinds: bool) -> str:
     """A table of metrics of groups.
 
-    With `kinds` they are kinds of events, whose names contain "=".
+    With `kinds` they are kinds of events or groups of users, whose names contain "=".
     """
     named = [name[8:-1] for name in measured if name.startswith("entries[")]
     groups = [name for name in named if ("=" in name) == kinds]

@@ -1,6 +1,7 @@
 """Corrected probabilities of clicks."""
 
 import dataclasses
+import functools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -344,6 +345,14 @@ def test_labels_that_cannot_be_corrected_are_named():
     model, _ = sj.build(sj.WideDeepConfig(dim=2, hidden=(2,)), both)
     with pytest.raises(ValueError, match="but click, buy come after no other label"):
         sj.calibrate(model, negatives_kept=0.5)
+    number = {"seconds": sj.data.LabelColumn("squared")}
+    schema = sj.ClickSchema(labels=number, ids=CHAIN.ids)
+    watched = sj.read_clicks({"seconds": [3, 0], "user": [*"ab"]}, schema)
+    config = sj.WideDeepConfig(dim=2, hidden=(2,))
+    run = sj.Run.train(watched, config=config, optimizer="sgd", num_epochs=1)
+    for use in (run.evaluate, functools.partial(sj.calibrate, run.model)):
+        with pytest.raises(ValueError, match="corrects a label with the values 0 and 1"):
+            use(watched, negatives_kept=0.5)
 
 
 @pytest.mark.usefixtures("wrong_types")

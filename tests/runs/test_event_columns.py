@@ -373,6 +373,19 @@ def test_a_request_has_a_context_and_events_as_objects(tmp_path, capsys):
     assert "paired over" in capsys.readouterr().out
 
 
+def test_lists_may_have_no_event_and_exclude_by_lists(run):
+    how: dict[str, Any] = {"k": 1, "exclude_seen": False}
+    [first], [second] = run.recommend(inputs=[[], []], **how).names()
+    assert first == second
+    [other], [again] = run.recommend(
+        inputs=[[], []], exclude=[[first], []], **how
+    ).names()
+    assert other != again == first
+    for inputs, exclude in (([[], []], table()), (table(), [[first]])):
+        with pytest.raises(ValueError, match="both as lists, with one list for each"):
+            run.recommend(inputs=inputs, exclude=exclude, k=1)
+
+
 def test_two_stages_read_columns_of_events(run, tmp_path):
     rows = [{"click": n % 2, "item": f"i{n % 8}"} for n in range(16)]
     schema = sj.ClickSchema("click", ids={"item": sj.data.VocabularyColumn()})

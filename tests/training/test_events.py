@@ -281,6 +281,15 @@ def test_a_resume_gives_the_same_bits(tmp_path):
     other = data.with_targets("view")
     with pytest.raises(ValueError, match="cannot resume with other data"):
         small(data=other, num_epochs=3, **folder, resume=True)
+    weighed = {"action": sj.data.LabelColumn(weight=0.5)}
+    folder["checkpoint_dir"] = tmp_path / "labels"
+    for labels in (["action"], weighed):
+        data = whole(dataclasses.replace(SCHEMA, labels=labels))
+        if labels is weighed:
+            with pytest.raises(ValueError, match="resume with labels .*'weight': 0.5"):
+                small(data=data, num_epochs=2, **folder, resume=True)
+        else:
+            small(data=data, num_epochs=1, **folder)
 
 
 def test_a_mesh_trains_as_one_device_does():
@@ -471,6 +480,17 @@ def test_users_are_known_by_their_columns(tmp_path):
         model, shown, data.align_rows(["u2", "u1"]), k=1, exclude=None
     )
     assert measured["users"] == 2
+    shown, heldout = data.split_last()
+    how: dict[str, Any] = {"k": 3, "exclude": None}
+    by_plan = sj.evaluate(model, shown, heldout, groups="plan", **how)
+    for place, plan in enumerate("ab", 2):
+        own = data.row_names[(found["plan"] == place).any(axis=1)]
+        parts = (part.align_rows(own) for part in (shown, heldout))
+        alone = sj.evaluate(model, *parts, popularity=None, **how)
+        assert by_plan[f"ndcg@3[plan={plan}]"] == pytest.approx(alone["ndcg@3"])
+        assert by_plan[f"entries[plan={plan}]"] == len(own)
+    with pytest.raises(ValueError, match="groups='age' is no column of categories"):
+        sj.evaluate(model, shown, heldout, groups="age", **how)
     with pytest.raises(ValueError, match="of users none, but the model reads"):
         sj.recommend(model, data.with_users(None), k=2)
     plain, _ = sj.build(sj.GRUConfig(max_length=4, width=4), data.with_users(None))

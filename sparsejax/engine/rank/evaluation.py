@@ -69,7 +69,7 @@ class Setup(Ranking):
       exclude: items of each row that are never recommended to it.
       popularity: data whose entries the popularity baseline counts; None for no baseline.
       batch_size: number of rows scored at a time; by default 512.
-      kinds: held-out entries by kind of event, which `by="kinds"` measures separately.
+      kinds: held-out entries by kind of event or by group of users, measured separately.
       trained_on_inputs: whether the inputs are the training data, so that items missing from them
           are unknown.
 
@@ -140,19 +140,16 @@ def prepared_evaluation(
                 'unknown_users="skip" leaves such rows out'
             )
     _check_allowed(labels, scored, denied)
-    groups: tuple[_Group, ...] = ()
-    if setup.by is not None:
-        batch = rows_in_a_batch(setup.batch_size or 512, scored.size)
-        if setup.by == "kinds":
-            if not setup.kinds:
-                raise ValueError(
-                    'by="kinds" measures held-out events of histories by their kinds, and '
-                    "these have none; read them with events=EventSchema(kind=COLUMN)"
-                )
-            wanted = ((name, None, each.matrix) for name, each in setup.kinds.items())
-        else:
-            wanted = _by_entries(labels, given.trained)
-        groups = tuple(_Group.of(*each, scored, batch) for each in wanted)
+    if setup.by == "kinds" and not setup.kinds:
+        raise ValueError(
+            'by="kinds" measures held-out events of histories by their kinds, and '
+            "these have none; read them with events=EventSchema(kind=COLUMN)"
+        )
+    wanted = [(name, None, each.matrix) for name, each in setup.kinds.items()]
+    if setup.by == "entries":
+        wanted += _by_entries(labels, given.trained)
+    batch = rows_in_a_batch(setup.batch_size or 512, scored.size)
+    groups = tuple(_Group.of(*each, scored, batch) for each in wanted)
     share = None
     if given.popularity is not None:
         counts = column_counts(given.popularity.matrix)
@@ -400,8 +397,9 @@ class _Group:
     """A group of items, or of held-out entries, that is measured separately.
 
     Attributes:
-      name: range of training entries of the group's items, or the kind of event of its entries.
-      items: `[items]` bool, True for items of the group; None for a kind of event.
+      name: range of training entries of the group's items, or the kind of event of its entries,
+          or the category of its users.
+      items: `[items]` bool, True for items of the group; None for a kind of event or users.
       entries: `[users]` number of held-out entries in the group.
       labels: batches of the held-out entries in the group.
     """

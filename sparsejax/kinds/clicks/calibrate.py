@@ -18,6 +18,10 @@ Method = Literal["platt", "isotonic"]
 
 # Number of bins of a calibration curve.
 _BINS = 20
+NOT_BINARY = (
+    "negatives_kept corrects a label with the values 0 and 1 that comes after no other label, and "
+    "the model has none; leave it out"
+)
 
 
 def calibrate(
@@ -62,7 +66,7 @@ def calibrate(
     Args:
       model: a click model, or a module that is called as `model(dense, ids)`, see `ClickModel`.
       clicks: examples that the model was not trained on, none of which were dropped; or None to
-        correct by `negatives_kept` alone.
+        correct by `negatives_kept` alone, for labels with the values 0 and 1.
       method: how the correction is fitted on `clicks`.
       negatives_kept: the share of the examples without a click that the training data kept. With
         several labels, all but one of them must come after another one.
@@ -110,6 +114,8 @@ def _of_labels(
     free = [
         n for n, at in zip(names, places, strict=True) if at is None and n in binary
     ]
+    if offset and not free:
+        raise ValueError(NOT_BINARY)
     if offset and len(free) > 1:
         raise ValueError(
             "negatives_kept is the share of the examples without the first label of a chain, "

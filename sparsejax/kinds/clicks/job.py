@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from sparsejax.callers import warn_caller
 from sparsejax.data.scans.scan_clicks import ScannedClicks
 from sparsejax.data.sets.click_records import check_lengths
-from sparsejax.data.sets.click_schema import ClickSchema, KeyColumn
+from sparsejax.data.sets.click_schema import ClickSchema, KeyColumn, labels_document
 from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.host_slots import NoRoomError
@@ -307,6 +307,7 @@ def click_job(asked: Fit) -> Job:
     exchange, settings = exchange_of(
         model, clicks, asked.wire_dtype, asked.exchange_room
     )
+    settings = settings | labels_document(clicks.schema.several)
     metric, prepare = None, None
     if validation is not None:
         known = names_of_metrics(clicks.schema.several)

@@ -26,7 +26,7 @@ from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
 from sparsejax.engine.train.streaming import Stream
-from sparsejax.kinds.clicks.calibrate import calibrate, calibration_curve
+from sparsejax.kinds.clicks.calibrate import NOT_BINARY, calibrate, calibration_curve
 from sparsejax.kinds.clicks.defaults import ClickDefaults
 from sparsejax.kinds.clicks.job import scan_of_clicks
 from sparsejax.kinds.clicks.reading import (
@@ -432,6 +432,9 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
                     "which a model is too sure: name others by calibrate=..."
                 )
         method, kept = correcting.method or "platt", correcting.negatives_kept
+        losses = {column.loss for column in run.known.schema.several.values()}
+        if kept is not None and losses and "binary" not in losses:
+            raise ValueError(NOT_BINARY)
         try:
             return calibrate(model, examples, method=method, negatives_kept=kept)
         except ValueError as error:

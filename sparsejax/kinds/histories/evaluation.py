@@ -14,7 +14,12 @@ import numpy as np
 from sparsejax.data.files.names import RowNames, find_names
 from sparsejax.data.reading.histories import unordered
 from sparsejax.data.reading.sources import Source
-from sparsejax.data.sets.click_schema import FIRST_KNOWN, MISSING, vocabulary_of
+from sparsejax.data.sets.click_schema import (
+    FIRST_KNOWN,
+    MISSING,
+    vocabulary_columns,
+    vocabulary_of,
+)
 from sparsejax.data.sets.dataset import SparseDataset
 from sparsejax.data.sets.events import Events
 from sparsejax.data.sets.sequences import SequenceDataset
@@ -61,16 +66,16 @@ def prepared_sequences(asked: Measure) -> Evaluation:
         )
     if isinstance(heldout, SequenceDataset):
         heldout = heldout.only_targets()
+    shown = _with_new_rows(inputs, heldout)
     chosen = asked.as_type(
         Setup,
-        kinds=kinds_of(heldout) if asked.by == "kinds" else {},
+        kinds=parts_of(inputs, heldout, asked),
         candidates=unordered("candidates", candidates, inputs),
         exclude=unordered("exclude", asked.exclude, inputs),
         popularity=unordered("popularity", asked.popularity, inputs),
     )
     wanted = unordered("heldout", heldout, inputs)
     assert wanted is not None
-    shown = _with_new_rows(inputs, heldout)
     if isinstance(heldout, SequenceDataset):
         shown = shown.with_context_of(heldout)
     return prepared_evaluation(shown_of(model, shown), wanted, chosen)
@@ -156,10 +161,37 @@ def _scored(graphdef, state, shown: Shown, ids: jax.Array):
         return replicated(model.label_scores(taken(shown), jnp.asarray(ids)))
 
 
-def kinds_of(heldout: Any) -> dict[str, SparseDataset]:
-    """Held-out targets for each kind of event, by `COLUMN=KIND`; the rows are those of
-    `heldout`.
+def parts_of(
+    inputs: SequenceDataset, heldout: Any, asked: Measure
+) -> dict[str, SparseDataset]:
+    """Held-out targets to measure separately, of each kind of event and of each group of users, by
+    `COLUMN=CATEGORY`; the rows are those of `heldout`.
     """
+    found = _by_kinds(heldout) if asked.by == "kinds" else {}
+    if asked.groups is None:
+        return found
+    users = inputs.users or getattr(heldout, "users", None)
+    known = [] if users is None else [*vocabulary_columns(users.schema)]
+    if not (
+        isinstance(asked.groups, str)
+        and asked.groups in known
+        and isinstance(heldout, SequenceDataset)
+    ):
+        raise ValueError(
+            f"groups={asked.groups!r} is no column of categories of the users; these are {known}"
+        )
+    users = _with_new_rows(inputs, heldout).align_rows(heldout.row_names).users
+    names = vocabulary_of(users.schema, asked.groups, users.vocabularies)
+    ids, targets = users[asked.groups].reshape(heldout.num_rows, -1), np.diff(heldout.indptr)
+    for place, category in enumerate(names[:_CATEGORIES].tolist(), FIRST_KNOWN):
+        own = np.repeat((ids == place).any(axis=1), targets).astype(np.float32)
+        part = dataclasses.replace(heldout, weights=own).only_targets()
+        found[f"{asked.groups}={category}"] = part.to_sparse()
+    return found
+
+
+def _by_kinds(heldout: Any) -> dict[str, SparseDataset]:
+    """Held-out targets for each kind of event."""
     if not isinstance(heldout, SequenceDataset) or heldout.events is None:
         return {}
     targets, column = heldout.only_targets(), heldout.events.schema.kind

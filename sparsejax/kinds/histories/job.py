@@ -17,6 +17,7 @@ from sparsejax.data.reading.histories import EventShapes, arrays_of
 from sparsejax.data.reading.sources import check_columns
 from sparsejax.data.scan import chunk_ends
 from sparsejax.data.scans.scan_sequences import ScannedSequences
+from sparsejax.data.sets.click_schema import labels_document
 from sparsejax.data.sets.event_schema import CONTEXT
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.evaluation import metric_names
@@ -261,7 +262,9 @@ def sequence_job(asked: Fit) -> Job:
             )
         narrow = jnp.dtype(asked.wire_dtype).name
     # On a single device nothing is sent, so this setting has no effect.
-    settings = {"wire_dtype": narrow} if num_devices() > 1 else {}
+    settings: dict[str, Any] = {"wire_dtype": narrow} if num_devices() > 1 else {}
+    if (head := getattr(model, "next_event", None)) is not None:
+        settings |= labels_document({each.name: each.column for each in head.labels})
     if validation is not None and not isinstance(validation, SequenceDataset):
         raise TypeError(
             "histories are validated on a SequenceDataset, as split_last makes it, got "

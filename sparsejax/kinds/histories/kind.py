@@ -38,8 +38,8 @@ from sparsejax.engine.train.resident import Examples
 from sparsejax.kinds import interactions
 from sparsejax.kinds.content import finished
 from sparsejax.kinds.histories.evaluation import (
-    kinds_of,
     label_metrics,
+    parts_of,
     prepared_sequences,
 )
 from sparsejax.kinds.histories.next_items import (
@@ -445,12 +445,15 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         how: dict[str, Any] = {"candidates": candidates, **asked.counted()}
         how |= self.by_kinds(heldout, asked.by)
         also = {"keep_rows": asked.keep_rows, "rank_by": asked.rank_by}
-        found = self.evaluate(Measure(model, train, heldout, **also, **how))
+        measuring = Measure(
+            model, train, heldout, groups=asked.groups, **also, **how
+        )
+        found = self.evaluate(measuring)
 
         def beside() -> tuple[Evaluation, SparseDataset]:
             rows = train.to_sparse()
             wanted = heldout.only_targets().to_sparse()
-            kinds = kinds_of(heldout) if how["by"] == "kinds" else {}
+            kinds = parts_of(train, heldout.only_targets(), measuring)
             return prepared_evaluation(rows, wanted, Setup(**how, kinds=kinds)), rows
 
         return Measurement(found, beside)
