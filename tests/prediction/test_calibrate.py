@@ -351,7 +351,9 @@ def test_labels_that_cannot_be_corrected_are_named():
     config = sj.WideDeepConfig(dim=2, hidden=(2,))
     run = sj.Run.train(watched, config=config, optimizer="sgd", num_epochs=1)
     for use in (run.evaluate, functools.partial(sj.calibrate, run.model)):
-        with pytest.raises(ValueError, match="corrects a label with the values 0 and 1"):
+        with pytest.raises(
+            ValueError, match="corrects a label with the values 0 and 1"
+        ):
             use(watched, negatives_kept=0.5)
 
 

@@ -182,7 +182,10 @@ def parts_of(
         )
     users = _with_new_rows(inputs, heldout).align_rows(heldout.row_names).users
     names = vocabulary_of(users.schema, asked.groups, users.vocabularies)
-    ids, targets = users[asked.groups].reshape(heldout.num_rows, -1), np.diff(heldout.indptr)
+    ids, targets = (
+        users[asked.groups].reshape(heldout.num_rows, -1),
+        np.diff(heldout.indptr),
+    )
     for place, category in enumerate(names[:_CATEGORIES].tolist(), FIRST_KNOWN):
         own = np.repeat((ids == place).any(axis=1), targets).astype(np.float32)
         part = dataclasses.replace(heldout, weights=own).only_targets()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, cast
 import numpy as np
 
 from sparsejax import codec
+from sparsejax.callers import warn_caller
 from sparsejax.data import (
     ScannedSequences,
     SequenceDataset,
@@ -18,6 +19,7 @@ from sparsejax.data import (
     scan_sequences,
 )
 from sparsejax.data.files import stored
+from sparsejax.data.files.names import Names, find_names, quoted
 from sparsejax.data.reading.histories import EVENTS, unordered
 from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.reading.sources import Inputs, num_columns
@@ -26,6 +28,7 @@ from sparsejax.data.sets.click_schema import (
     DenseColumn,
     VocabularyColumn,
     labels_document,
+    vocabulary_of,
 )
 from sparsejax.data.sets.event_schema import USERS, EventSchema
 from sparsejax.data.sets.events import no_events
@@ -316,9 +319,14 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         if events is None:
             return data.without_events()
         for name, count in data.events.num_unknown.items():
-            training.say(
+            own = _categories_of(training, name)
+            known = vocabulary_of(events.schema, name, events.vocabularies)
+            new = own[find_names(own, known) < 0]
+            named = f", such as {quoted(new)}" * bool(len(new))
+            warn_caller(
                 f"column {name!r}: {count:,} of {data.num_entries:,} events have a category that "
-                f"is new or rare in {before.directory}, and gets the id of unknown ones"
+                f"is new or rare in {before.directory}{named}: it gets the id of unknown ones; for "
+                "vectors of its own, train anew on all of the data"
             )
         return data
 
@@ -445,9 +453,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         how: dict[str, Any] = {"candidates": candidates, **asked.counted()}
         how |= self.by_kinds(heldout, asked.by)
         also = {"keep_rows": asked.keep_rows, "rank_by": asked.rank_by}
-        measuring = Measure(
-            model, train, heldout, groups=asked.groups, **also, **how
-        )
+        measuring = Measure(model, train, heldout, groups=asked.groups, **also, **how)
         found = self.evaluate(measuring)
 
         def beside() -> tuple[Evaluation, SparseDataset]:
@@ -457,6 +463,20 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             return prepared_evaluation(rows, wanted, Setup(**how, kinds=kinds)), rows
 
         return Measurement(found, beside)
+
+
+def _categories_of(training: Training, column: str) -> Names:
+    """The categories in a column of events. If they are in a file, it is read once more."""
+    data, schema = training.data, EventSchema(ids={column: VocabularyColumn()})
+    if is_saved(data, stored.HISTORIES):
+        data = SequenceDataset.load(data)
+    if not isinstance(data, SequenceDataset):
+        quiet = training.replaced(user_features=None).noting(told=lambda _: None)
+        data = read_histories(data, quiet, events=schema)
+    assert data.events is not None
+    found = vocabulary_of(data.events.schema, column, data.events.vocabularies)
+    assert found is not None
+    return found
 
 
 def _ranker(model: Any, inputs: Any) -> NextItems:
