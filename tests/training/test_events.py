@@ -254,7 +254,9 @@ def test_targets_on_disk_are_those_in_memory(wanted, tmp_path):
     first, second = ([epoch["loss"] for epoch in history] for history in losses)
     np.testing.assert_allclose(first, second, rtol=1e-5)
     assert scanned.with_targets(**wanted).fingerprint() != scanned.fingerprint()
-    for wrong in ({"targets": "gift"}, {"targets": "buy", "weights": {"view": 1}}):
+    refused: list[dict[str, Any]] = [{"targets": "gift"}]
+    refused.append({"targets": "buy", "weights": {"view": 1}})
+    for wrong in refused:
         with pytest.raises(ValueError, match="is of the kind 'gift'|no event is a tar"):
             sj.fit(model, optimizer, scanned, **wrong)
 

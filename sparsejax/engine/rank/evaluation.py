@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
@@ -145,7 +146,9 @@ def prepared_evaluation(
             'by="kinds" measures held-out events of histories by their kinds, and '
             "these have none; read them with events=EventSchema(kind=COLUMN)"
         )
-    wanted = [(name, None, each.matrix) for name, each in setup.kinds.items()]
+    wanted: list[tuple[str, Any, CSR]] = [
+        (name, None, each.matrix) for name, each in setup.kinds.items()
+    ]
     if setup.by == "entries":
         wanted += _by_entries(labels, given.trained)
     batch = rows_in_a_batch(setup.batch_size or 512, scored.size)

@@ -180,14 +180,13 @@ def parts_of(
         raise ValueError(
             f"groups={asked.groups!r} is no column of categories of the users; these are {known}"
         )
-    users = _with_new_rows(inputs, heldout).align_rows(heldout.row_names).users
-    names = vocabulary_of(users.schema, asked.groups, users.vocabularies)
-    ids, targets = (
-        users[asked.groups].reshape(heldout.num_rows, -1),
-        np.diff(heldout.indptr),
-    )
+    shown = _with_new_rows(inputs, heldout)
+    users = cast(Events, shown.align_rows(heldout.row_names, missing="empty").users)
+    names = users.vocabularies[vocabulary_columns(users.schema)[asked.groups]]
+    ids = users[asked.groups].reshape(heldout.num_rows, -1)
     for place, category in enumerate(names[:_CATEGORIES].tolist(), FIRST_KNOWN):
-        own = np.repeat((ids == place).any(axis=1), targets).astype(np.float32)
+        own = (ids == place).any(axis=1).astype(np.float32)
+        own = np.repeat(own, np.diff(heldout.indptr))
         part = dataclasses.replace(heldout, weights=own).only_targets()
         found[f"{asked.groups}={category}"] = part.to_sparse()
     return found

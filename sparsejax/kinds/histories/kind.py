@@ -28,10 +28,10 @@ from sparsejax.data.sets.click_schema import (
     DenseColumn,
     VocabularyColumn,
     labels_document,
-    vocabulary_of,
+    vocabulary_columns,
 )
 from sparsejax.data.sets.event_schema import USERS, EventSchema
-from sparsejax.data.sets.events import no_events
+from sparsejax.data.sets.events import Events, no_events
 from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.checkpoint import fingerprint
@@ -319,9 +319,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         if events is None:
             return data.without_events()
         for name, count in data.events.num_unknown.items():
-            own = _categories_of(training, name)
-            known = vocabulary_of(events.schema, name, events.vocabularies)
-            new = own[find_names(own, known) < 0]
+            new = _new_categories(training, data.events, name)
             named = f", such as {quoted(new)}" * bool(len(new))
             warn_caller(
                 f"column {name!r}: {count:,} of {data.num_entries:,} events have a category that "
@@ -465,18 +463,19 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         return Measurement(found, beside)
 
 
-def _categories_of(training: Training, column: str) -> Names:
-    """The categories in a column of events. If they are in a file, it is read once more."""
+def _new_categories(training: Training, known: Events, column: str) -> Names:
+    """The categories that are new in a column of events. A file of them is read once more."""
     data, schema = training.data, EventSchema(ids={column: VocabularyColumn()})
     if is_saved(data, stored.HISTORIES):
         data = SequenceDataset.load(data)
     if not isinstance(data, SequenceDataset):
         quiet = training.replaced(user_features=None).noting(told=lambda _: None)
         data = read_histories(data, quiet, events=schema)
-    assert data.events is not None
-    found = vocabulary_of(data.events.schema, column, data.events.vocabularies)
-    assert found is not None
-    return found
+    own, before = (
+        each.vocabularies[vocabulary_columns(each.schema)[column]]
+        for each in (cast(Events, data.events), known)
+    )
+    return own[find_names(own, before) < 0]
 
 
 def _ranker(model: Any, inputs: Any) -> NextItems:
