@@ -18,7 +18,7 @@ from sparsejax.embeddings import exports
 from sparsejax.embeddings.collection import collections_of
 from sparsejax.embeddings.dynamic import files
 from sparsejax.embeddings.dynamic.state import IndexState
-from sparsejax.embeddings.exports import Export, Part, Piece, tables_of
+from sparsejax.embeddings.exports import Export, Part, Pieces, tables_of
 from sparsejax.embeddings.host_rows import ROW
 from sparsejax.embeddings.stores.store import Store
 from sparsejax.optimizers.gradients import RowParam
@@ -230,15 +230,12 @@ def _apply(
         for table, pieces in tables.items():
             number = number_of[table.name]
             content = merged(link.content(number) for link in links)
-            store = parts[pieces[0].part].store
+            store = parts[pieces.part].store
             removed = None if is_base else content.removed
-            mine = tuple(piece.table for piece in pieces)
-            places = store.placed(links[-1].path, mine, content.ids, removed)
-            for piece, rows in zip(mine, places, strict=True):
-                columns = content.columns
-                if table.num_rows:
-                    first = piece.first_column
-                    columns = {ROW: columns[ROW][:, first : first + store.stack.dim]}
+            places = store.placed(links[-1].path, pieces.tables, content.ids, removed)
+            for piece, rows in zip(pieces.tables, places, strict=True):
+                row = store.stack.part_of(content.columns[ROW], piece)
+                columns = {**content.columns, ROW: row}
                 columns, begins = _with_state(
                     links[-1], store, columns, optimizer, with_state=with_state
                 )
@@ -256,7 +253,7 @@ def _apply(
         optimizer.step.set_value(step)
 
 
-def _tables(parts: Sequence[Part]) -> dict[Table, list[Piece]]:
+def _tables(parts: Sequence[Part]) -> dict[Table, Pieces]:
     return tables_of(parts, [p.store.exported(None, state=False) for p in parts])
 
 

@@ -28,15 +28,13 @@ from jaxtyping import Array, Bool, UInt32
 from sparsejax import change_folders, row_files
 from sparsejax.change_folders import Changes, Column, Link, Table
 from sparsejax.embeddings.dynamic import files
-from sparsejax.embeddings.dynamic.state import layout_of
 from sparsejax.embeddings.host_rows import ROW, Touched
 from sparsejax.embeddings.placement import Stack, StackedTable
 from sparsejax.embeddings.stores.store import Hosted, Rows, Store
 from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded, sharding_of, to_host
-from sparsejax.ops import index_edits
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.whole_files import check_path
-from sparsejax.wide_ids import WideIds, joined
+from sparsejax.wide_ids import WideIds
 
 # After a base, changes may contain this many times the number of table rows; then a new base is
 # written.
@@ -90,6 +88,18 @@ class _Told(NamedTuple):
     keys: UInt32[Array, "rows 2"] | None
 
 
+class _Content(NamedTuple):
+    """The content of the folder for a stack.
+
+    Attributes:
+      told: content for the rows' columns on the devices.
+      on_host: content for the columns in host memory; None if there are none.
+    """
+
+    told: _Told
+    on_host: _OnHost | None
+
+
 class _Difference(NamedTuple):
     """Differences between the rows of a stack and the content of a folder.
 
@@ -110,16 +120,13 @@ class _Memory:
 
     Attributes:
       last: last changes in the folder.
-      told: content of the folder for each stack.
-      on_host: content for the columns of each stack in host memory; None if its rows are on the
-          devices.
+      contents: content of the folder for each stack.
       lost: for each table, ids that are in the folder but no longer in the table.
       written: number of rows and removed ids since the last base.
     """
 
     last: Link
-    told: list[_Told]
-    on_host: list[_OnHost | None]
+    contents: list[_Content]
     lost: list[np.ndarray]
     written: int
 
@@ -174,16 +181,16 @@ class Export:
             self.result()
 
 
-class Piece(NamedTuple):
-    """A table, or a piece with some of its columns.
+class Pieces(NamedTuple):
+    """A table in its stack.
 
     Attributes:
-      part: number of its stack.
-      table: the table in its stack.
+      part: number of the stack.
+      tables: the table, or its pieces with some of its columns each.
     """
 
     part: int
-    table: StackedTable
+    tables: tuple[StackedTable, ...]
 
 
 class _Later(NamedTuple):
@@ -244,20 +251,15 @@ def export(
     tables = tables_of(parts, now)
     memories = _memories.setdefault(owner, {})
     memory, last = _recalled(folder, memories.pop(folder, None), parts, now, tables)
-    told, on_host, differences = _differing(parts, now, memory)
+    contents, differences = _differing(parts, now, memory)
     # Changed rows are copied on the device. Then training can continue.
     held, removed, blocks = _Held(), [], []
-    for number, (table, pieces) in enumerate(tables.items()):
-        if table.num_rows:
-            found = _static_changes(parts, now, pieces, differences)
-            lost = np.zeros(0, np.uint64)
-        else:
-            (piece,) = pieces
-            at = piece.part
-            mine = differences[at]
-            found = _dynamic_changes(parts[at], now[at], told[at], piece, mine)
-            lost = _lost(parts[at].stack, piece, mine)
-        some: list[_Block] = [(ids, held.kept(arrays)) for ids, arrays in found]
+    for number, (at, pieces) in enumerate(tables.values()):
+        store, mine = parts[at].store, differences[at]
+        lost, _ = store.ids_in(pieces, mine.gone, mine.keys)
+        found = store.ids_in(pieces, mine.changed, contents[at].told.keys)
+        changes = _changed_rows(now[at], *found)
+        some: list[_Block] = [(ids, held.kept(arrays)) for ids, arrays in changes]
         if memory is not None:
             lost = np.union1d(lost, memory.lost[number])
         blocks.append(some)
@@ -282,7 +284,7 @@ def export(
         changes = link.changes
         count = written + (0 if is_base else changes.rows + changes.removed)
         lost = [_NONE] * len(tables)
-        memories[folder] = _Memory(link, told, on_host, lost, count)
+        memories[folder] = _Memory(link, contents, lost, count)
         if is_base and last is not None:
             # A slow reader loads the new base, or still reads the files after the last one.
             change_folders.remove_before_base(folder, last)
@@ -325,19 +327,17 @@ def _spec(stack: Stack) -> P:
     return P("model") if stack.divided else P()
 
 
-def tables_of(parts: Sequence[Part], now: Sequence[Rows]) -> dict[Table, list[Piece]]:
-    """All tables in order, each with the pieces that it consists of."""
-    pieces: dict[str, list[Piece]] = {}
-    for number, part in enumerate(parts):
-        for table in part.stack.tables:
-            name = part.prefix + table.name
-            pieces.setdefault(name, []).append(Piece(number, table))
+def tables_of(parts: Sequence[Part], now: Sequence[Rows]) -> dict[Table, Pieces]:
+    """All tables in order, with their pieces."""
     found = {}
-    for name, some in pieces.items():
-        (part, table), rows = some[0], now[some[0].part]
-        columns = [_column(n, array, table) for n, array in rows.arrays().items()]
-        num_rows = 0 if parts[part].stack.dynamic else table.config.num_rows
-        found[Table(name, num_rows, tuple(columns))] = some
+    for number, (part, rows) in enumerate(zip(parts, now, strict=True)):
+        for name in dict.fromkeys(table.name for table in part.stack.tables):
+            pieces = tuple(t for t in part.stack.tables if t.name == name)
+            arrays = rows.arrays().items()
+            columns = tuple(_column(n, array, pieces[0]) for n, array in arrays)
+            num_rows = 0 if part.store.grows else pieces[0].config.num_rows
+            table = Table(part.prefix + name, num_rows, columns)
+            found[table] = Pieces(number, pieces)
     return found
 
 
@@ -354,11 +354,12 @@ def _column(name: str, array: jax.Array | np.ndarray, table: StackedTable) -> Co
 
 def _differing(
     parts: Sequence[Part], now: Sequence[Rows], memory: _Memory | None
-) -> tuple[list[_Told], list[_OnHost | None], list[_Difference]]:
+) -> tuple[list[_Content], list[_Difference]]:
     """The new content of the folder for the rows of each stack, and the differences to the old."""
-    told, on_host, differences = [], [], []
+    contents, differences = [], []
     for number, (part, rows) in enumerate(zip(parts, now, strict=True)):
-        before = _nothing(part.stack, rows) if memory is None else memory.told[number]
+        known = [] if memory is None else memory.contents[number : number + 1]
+        before, there = known[0] if known else _nothing(part.stack, rows)
         after, gone = before, np.zeros(part.stack.num_rows, bool)
         changed = gone
         if rows.columns:
@@ -366,15 +367,11 @@ def _differing(
             compare = jit_sharded(_compared, spec, static=(0,))
             after, *found = compare(spec, rows._replace(hosted=None), before)
             changed, gone = map(to_host, found)
-        told.append(after)
-        there = None
-        if rows.hosted is not None:
-            there = None if memory is None else memory.on_host[number]
-            there = there or _nothing_on_host(part.stack, rows.hosted)
+        if there is not None:
             changed = changed | _compared_on_host(rows, there)
-        on_host.append(there)
+        contents.append(_Content(after, there))
         differences.append(_Difference(changed, gone, before.keys))
-    return told, on_host, differences
+    return contents, differences
 
 
 def _compared(spec: P, rows: Rows, told: _Told):
@@ -410,11 +407,6 @@ def _compared_on_host(rows: Rows, told: _OnHost) -> np.ndarray:
         differs[some] = (hashes != told.hashes[some]).any(axis=1)
         told.hashes[some] = hashes
     return differs
-
-
-def _nothing_on_host(stack: Stack, hosted: Hosted) -> _OnHost:
-    """The content of an empty folder for a stack with columns in host memory."""
-    return _OnHost(np.zeros((stack.num_rows, 2), np.uint32), hosted.watch())
 
 
 def _flat(rows: Rows) -> list[jax.Array]:
@@ -457,23 +449,20 @@ def _words(column: Any, xp: Any) -> Any:
     return words.reshape(len(column), -1)
 
 
-def _dynamic_changes(
-    part: Part, rows: Rows, told: _Told, piece: Piece, difference: _Difference
+def _changed_rows(
+    rows: Rows, ids: np.ndarray, places: Sequence[np.ndarray]
 ) -> Iterator[_Block]:
-    at = _rows_in(part.stack, piece.table, difference.changed)
-    ids = _ids(told.keys, at)
-    order = np.argsort(ids)
-    ids, at = ids[order], at[order]
-    arrays = [
-        files.flat(array) if files.is_number(name) else array
-        for name, array in rows.columns.items()
-    ]
-    for some, found in files.gathered(at, arrays):
-        if rows.hosted is None:
-            yield ids[some], [[each] for each in found]
-            continue
-        on_device = dict(zip(rows.columns, found, strict=True))
-        yield ids[some], _read_later(rows, rows.hosted, at[some], on_device)
+    """The columns of some ids, given the rows of each piece of their table."""
+    arrays = files.flattened(rows.columns)
+    gathered = [files.gathered(at, arrays) for at in places]
+    for blocks in zip(*gathered, strict=True):
+        some, _ = blocks[0]
+        columns = zip(*(each for _, each in blocks), strict=True)
+        found: Any = [list(parts) for parts in columns]
+        if rows.hosted is not None:
+            on_device = dict(zip(rows.columns, blocks[0][1], strict=True))
+            found = _read_later(rows, rows.hosted, places[0][some], on_device)
+        yield ids[some], found
 
 
 def _read_later(
@@ -486,61 +475,6 @@ def _read_later(
     like = hosted.like.values()
     row = sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in like)
     return _Later(len(at) * row, read)
-
-
-def _lost(stack: Stack, piece: Piece, difference: _Difference) -> np.ndarray:
-    """Ids that have lost their rows, or were moved to other rows."""
-    return _ids(difference.keys, _rows_in(stack, piece.table, difference.gone))
-
-
-def _rows_in(stack: Stack, table: StackedTable, mask: np.ndarray) -> np.ndarray:
-    """The rows of a dynamic table for which a mask is True, numbered in the stack."""
-    return index_edits.rows_in(layout_of(stack), stack.tables.index(table), mask)
-
-
-def _ids(keys: Any, rows: np.ndarray) -> np.ndarray:
-    found = [_NONE]
-    for some, (words,) in files.gathered(rows, [keys]):
-        words = np.asarray(words)[: some.stop - some.start]
-        found.append(joined(words[:, 0], words[:, 1]))
-    return np.concatenate(found)
-
-
-def _static_changes(
-    parts: Sequence[Part],
-    now: Sequence[Rows],
-    pieces: Sequence[Piece],
-    differences: Sequence[_Difference],
-) -> Iterator[_Block]:
-    found = [_NONE]
-    for number, table in pieces:
-        stack = parts[number].stack
-        rows = np.flatnonzero(differences[number].changed).astype(np.int32)
-        block = index_edits.block(len(rows))
-        for start in range(0, len(rows), block):
-            some = rows[start : start + block]
-            which, ids = _ids_at(stack, np.pad(some, (0, block - len(some))))
-            which, ids = (np.asarray(a)[: len(some)] for a in (which, ids))
-            mine = (which == stack.tables.index(table)) & (ids >= 0)
-            found.append(ids[mine].astype(np.uint64))
-    ids = np.unique(np.concatenate(found))
-    part, table = pieces[0]
-    rows, number = now[part], ids.astype(np.int64)
-    if rows.hosted is not None:
-        at = parts[part].stack.row_of(number, table.place)
-        for start in range(0, len(ids), _COMPARED):
-            some = slice(start, start + _COMPARED)
-            yield ids[some], _read_later(rows, rows.hosted, at[some], {})
-        return
-    places = [
-        (now[n].columns[ROW], parts[n].stack.row_of(number, t.place)) for n, t in pieces
-    ]
-    gathered = [files.gathered(rows, [kernel]) for kernel, rows in places]
-    for blocks in zip(*gathered, strict=True):
-        yield ids[blocks[0][0]], [[found[0] for _, found in blocks]]
-
-
-_ids_at = jax.jit(lambda stack, rows: stack.ids_at(rows), static_argnums=0)
 
 
 def _on_host(
@@ -574,7 +508,7 @@ def _recalled(
     memory: _Memory | None,
     parts: Sequence[Part],
     now: Sequence[Rows],
-    tables: Mapping[Table, Sequence[Piece]],
+    tables: Mapping[Table, Pieces],
 ) -> tuple[_Memory | None, Link | None]:
     """The content of a folder, and its last changes; None if a new base must be written."""
     numbers = change_folders.numbers(folder)
@@ -585,7 +519,7 @@ def _recalled(
         return None, last
     if memory is None or not _fits(memory, last, parts, now):
         memory = _read(folder, parts, now, tables)
-    rows = sum(pieces[0].table.config.num_rows for pieces in tables.values())
+    rows = sum(pieces[0].config.num_rows for _, pieces in tables.values())
     return (None if memory.written > _MOST_CHANGES * rows else memory), last
 
 
@@ -593,7 +527,8 @@ def _fits(
     memory: _Memory, last: Link, parts: Sequence[Part], now: Sequence[Rows]
 ) -> bool:
     """Whether no other process wrote into the folder, and rows have their earlier numbers."""
-    triples = zip(memory.told, parts, now, strict=False)
+    told = (content.told for content in memory.contents)
+    triples = zip(told, parts, now, strict=False)
     return memory.last.checksum == last.checksum and all(
         len(told.hashes) == _rows_on_devices(part.stack, rows)
         and told.hashes.sharding.is_equivalent_to(sharding_of(_spec(part.stack)), 2)
@@ -605,54 +540,39 @@ def _read(
     folder: pathlib.Path,
     parts: Sequence[Part],
     now: Sequence[Rows],
-    tables: Mapping[Table, Sequence[Piece]],
+    tables: Mapping[Table, Pieces],
 ) -> _Memory:
     """Reads the content of a folder, for example after a restart."""
     links = change_folders.chain(folder)
-    pairs = [(part.stack, rows) for part, rows in zip(parts, now, strict=True)]
-    told: list[Any] = [_Told(*map(_writable, _nothing(*pair))) for pair in pairs]
-    on_host = [
-        None if rows.hosted is None else _nothing_on_host(stack, rows.hosted)
-        for stack, rows in pairs
-    ]
+    pairs = zip(parts, now, strict=True)
+    empty = [_nothing(part.stack, rows) for part, rows in pairs]
+    told: list[Any] = [_Told(*map(_writable, content.told)) for content in empty]
     lost = []
-    for number, (table, pieces) in enumerate(tables.items()):
+    for number, (table, (at, pieces)) in enumerate(tables.items()):
         content = change_folders.merged(link.content(number) for link in links)
         gone = _NONE
-        for at, piece in pieces:
-            store, stack = parts[at].store, parts[at].stack
-            columns = [content.columns[column.name] for column in table.columns]
-            here = np.ones(len(content.ids), bool)
-            if table.num_rows:
-                ids = content.ids.astype(np.int64)
-                rows = stack.row_of(ids, piece.place)
-                first = piece.first_column
-                columns = [columns[0][:, first : first + stack.dim]]
-            else:
-                rows = store.rows_of(piece, content.ids)
-                here = rows >= 0
-                gone = content.ids[~here]
+        for piece in pieces:
+            places = parts[at].store.rows_of(piece, content.ids)
+            here = places >= 0
+            gone, rows = content.ids[~here], places[here]
+            if told[at].keys is not None:
                 words = WideIds.of(content.ids[here])
-                told[at].keys[rows[here]] = np.stack([words.low, words.high], axis=1)
-            there = on_host[at]
-            if there is not None:
-                names = [column.name for column in table.columns]
-                moved = [
-                    content.columns[n][here] for n in names if not files.is_number(n)
-                ]
-                there.hashes[rows[here]] = _hashed(moved, np)
-                columns = [content.columns[n] for n in names if files.is_number(n)]
-            if columns:
-                told[at].used[rows[here]] = True
-                hashes = _hashed([column[here] for column in columns], np)
-                told[at].hashes[rows[here]] = hashes
+                told[at].keys[rows] = np.stack([words.low, words.high], axis=1)
+            given = {c.name: content.columns[c.name][here] for c in table.columns}
+            given[ROW] = parts[at].stack.part_of(given[ROW], piece)
+            if (there := empty[at].on_host) is not None:
+                names = [name for name in given if not files.is_number(name)]
+                there.hashes[rows] = _hashed([given.pop(name) for name in names], np)
+            if given:
+                told[at].used[rows] = True
+                told[at].hashes[rows] = _hashed([*given.values()], np)
         lost.append(gone)
-    put = [
-        jax.device_put(each, sharding_of(_spec(part.stack)))
-        for part, each in zip(parts, told, strict=True)
+    contents = [
+        _Content(jax.device_put(each, sharding_of(_spec(part.stack))), there)
+        for part, each, (_, there) in zip(parts, told, empty, strict=True)
     ]
     written = sum(link.changes.rows + link.changes.removed for link in links[1:])
-    return _Memory(links[-1], put, on_host, lost, written)
+    return _Memory(links[-1], contents, lost, written)
 
 
 def _rows_on_devices(stack: Stack, rows: Rows) -> int:
@@ -660,10 +580,14 @@ def _rows_on_devices(stack: Stack, rows: Rows) -> int:
     return stack.num_rows if rows.columns else 0
 
 
-def _nothing(stack: Stack, rows: Rows) -> _Told:
+def _nothing(stack: Stack, rows: Rows) -> _Content:
     """The content of an empty folder for a stack."""
     make = jit_sharded(_no_rows, _spec(stack), static=(0, 1))
-    return make(_rows_on_devices(stack, rows), rows.keys is not None)
+    told = make(_rows_on_devices(stack, rows), rows.keys is not None)
+    if rows.hosted is None:
+        return _Content(told, None)
+    hashes = np.zeros((stack.num_rows, 2), np.uint32)
+    return _Content(told, _OnHost(hashes, rows.hosted.watch()))
 
 
 def _no_rows(count: int, has_keys: bool) -> _Told:

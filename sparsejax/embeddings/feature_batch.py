@@ -146,20 +146,20 @@ def pack(
         if on_host:
             for feature, value in zip(stack.features, values, strict=True):
                 _check_on_host(feature, value)
-        if words := [wide[f.name] for f in stack.features if f.name in wide]:
+
+        def made(make, *given, size=(stack, batch, room)):
             if on_host:
-                made = _packed_keys(np, stack, batch, room, values, words)
-            else:
-                make = functools.partial(_packed_keys, jnp, stack, batch, room)
-                made = call_with_auto_axes(make, values, words, out_specs=P())
-            packed[stack.name], keys[stack.name] = made
-        elif on_host:
-            packed[stack.name] = _packed(np, stack, batch, room, values)
-        elif stack.name not in nse and room and _are_divided(batch, values):
+                return make(np, *size, *given)
+            make = functools.partial(make, jnp, *size)
+            return call_with_auto_axes(make, *given, out_specs=P())
+
+        if words := [wide[f.name] for f in stack.features if f.name in wide]:
+            both = made(_packed_keys, values, words)
+            packed[stack.name], keys[stack.name] = both
+        elif not on_host and stack.name not in nse and _are_divided(batch, values):
             packed[stack.name] = _packed_on_devices(stack, values)
         else:
-            make = functools.partial(_packed, jnp, stack, batch, room)
-            packed[stack.name] = call_with_auto_axes(make, values, out_specs=P())
+            packed[stack.name] = made(_packed, values)
     return FeatureBatch(packed, keys)
 
 
@@ -243,12 +243,13 @@ def divides_batch(batch: int) -> bool:
     return batch % (data * model) == 0
 
 
-def _are_divided(batch: int, values: Sequence[Ids]) -> bool:
+def _are_divided(batch: int, values: Sequence[Any]) -> bool:
     """Whether each device packs only its own examples.
 
     The entries of a CSR are not divided by examples, so every device has all of them.
     """
-    return divides_batch(batch) and not any(isinstance(v, CSR) for v in values)
+    given = not any(isinstance(v, CSR) for v in values) and any(v.size for v in values)
+    return given and divides_batch(batch)
 
 
 def _packed_on_devices(stack: Stack, values: Sequence[Ids]) -> CSR:
@@ -486,8 +487,7 @@ def _of_lists(xp, stack: Stack, batch: int, lists) -> _Entries:
 
     def of_each(values):  # [1, ids of an example]
         values = np.asarray(values)
-        if values.dtype != bool:
-            values = values.astype(np.int32)
+        values = values if values.dtype == bool else np.int32(values)
         return np.repeat(values, widths)[None]
 
     features = [feature for feature, _ in lists]
@@ -498,14 +498,7 @@ def _of_lists(xp, stack: Stack, batch: int, lists) -> _Entries:
     ]
     bag = np.concatenate(bag).astype(np.int32)
     first = np.searchsorted(bag, bag).astype(np.int32)[None]
-    column, kept = _columns(
-        stack,
-        xp,
-        ids,
-        num_rows=of_each([f.table.config.num_rows for f in features]),
-        place=_place_of_each(features, of_each),
-        drop=of_each([f.config.outside == "drop" for f in features]),
-    )
+    column, kept = _columns(stack, xp, ids, features, of_each)
     example = xp.arange(batch, dtype=np.int32)[:, None]
     row, first = example * stack.bags + bag[None], example * ids.shape[1] + first
     flat = (array.reshape(-1) for array in (row, column, kept & (ids != -1), first))
@@ -532,24 +525,18 @@ def _of_matrices(
         group = segment_ids(jnp.concatenate([starts[:1], ends]), total)
     feature, example = group // (batch + 1), group % (batch + 1)
 
-    def of_each(values, dtype=np.int32):
-        return xp.asarray(np.asarray(values, dtype))[feature]
+    def of_each(values):
+        values = np.asarray(values)
+        return xp.asarray(values if values.dtype == bool else np.int32(values))[feature]
 
     ids = xp.concatenate([xp.asarray(x.indices) for _, x in matrices])
-    column, kept = _columns(
-        stack,
-        xp,
-        ids,
-        num_rows=of_each([f.table.config.num_rows for f in features]),
-        place=_place_of_each(features, of_each),
-        drop=of_each([f.config.outside == "drop" for f in features], bool),
-    )
+    column, kept = _columns(stack, xp, ids, features, of_each)
     entry = xp.arange(total, dtype=np.int32)
     position = entry - starts[group]
     length = of_each([f.config.length or 0 for f in features])
     begin = starts[group]
     if any(f.config.longer == "last" for f in features):
-        cut_off = of_each([f.config.longer == "last" for f in features], bool)
+        cut_off = of_each([f.config.longer == "last" for f in features])
         more = xp.maximum((ends - starts)[group] - length, 0)
         more = xp.where(cut_off & (example < batch), more, 0)
         kept, position, begin = kept & (position >= more), position - more, begin + more
@@ -576,19 +563,21 @@ def _of_matrices(
     return _Entries(row, column, kept & used, first, weight), xp.asarray(cut)
 
 
-def _columns(stack: Stack, xp, ids, *, num_rows, place, drop):
-    """The row number of each id in the stack, and whether the id counts."""
+def _columns(stack: Stack, xp, ids, features: Sequence[StackedFeature], of_each):
+    """The row number of each id in the stack, and whether the id counts.
+
+    `of_each` makes an array for all ids from a value of each feature.
+    """
+    num_rows = of_each([f.table.config.num_rows for f in features])
+    # A field that is equal for all is a single number.
+    places = zip(*(feature.table.place for feature in features), strict=True)
+    place = Place(*(v[0] if len(set(v)) == 1 else of_each(v) for v in places))
+    drop = of_each([f.config.outside == "drop" for f in features])
     if stack.dynamic:  # columns are key numbers, whose rows are found later
         return ids.astype(np.int32), ids >= 0
     inside = (ids >= 0) & (ids < num_rows)
     column = xp.where(inside, stack.row_of(ids, place), WRONG)
     return column.astype(np.int32), inside | ~drop
-
-
-def _place_of_each(features: Sequence[StackedFeature], of_each) -> Place:
-    """The place of each id's table. A field that is equal for all is a single number."""
-    places = zip(*(feature.table.place for feature in features), strict=True)
-    return Place(*(v[0] if len(set(v)) == 1 else of_each(v) for v in places))
 
 
 def _joined(xp, a: _Entries, b: _Entries) -> _Entries:

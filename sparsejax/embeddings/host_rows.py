@@ -49,8 +49,7 @@ from sparsejax.mesh.host_buffers import (
 from sparsejax.mesh.layout import current_mesh, parts_of_axes, using_mesh
 from sparsejax.mesh.per_device import on_each, own_place
 from sparsejax.optimizers import inplace
-from sparsejax.optimizers.gradients import Path, RowParam
-from sparsejax.optimizers.optimizer import HostSettler, Optimizer, first_state
+from sparsejax.optimizers.optimizer import HostSettler, first_state
 from sparsejax.optimizers.rules import Rule
 
 # Name of the column with the kernel; other columns have the names of optimizer arrays.
@@ -213,28 +212,6 @@ class HostRows:
             self._touch(slice(None))
         self._mesh = current_mesh()
         self._slots = Slots(rows, self.stack.kernel_rows, devices)
-
-    def attach_within(
-        self,
-        path: Path,
-        kernel: RowParam,
-        optimizer: Optimizer | None,
-        *,
-        reading: bool = False,
-    ) -> None:
-        """Calls `attach` with the state in an optimizer. Without an optimizer the state is kept.
-
-        Args:
-          path: path of the kernel in the model, or the end of this path.
-          kernel: the parameter of the stack.
-          optimizer: the optimizer that trains it, or None.
-          reading: whether rows are only read. Then no state is created for this optimizer.
-        """
-        state, rule = None, None
-        if optimizer is not None:
-            state = optimizer.rows_within(path, kernel)
-            rule = optimizer.rule_of(kernel)
-        self.attach(kernel, state, rule, reading=reading)
 
     def check_state(self, state: Mapping[str, nnx.Variable]) -> None:
         """Raises ValueError if the stored state belongs to another optimizer."""
@@ -647,24 +624,13 @@ class HostRows:
             places = np.flatnonzero(mine >= 0)
             mine = mine[places]
 
-            # Usually all rows are written; then they need not be copied to be contiguous.
-            whole = len(places) > 0 and places[-1] - places[0] + 1 == len(places)
-            first = int(places[0]) if whole else 0
-
-            def write(
-                part: slice,
-                device=device,
-                mine=mine,
-                places=places,
-                whole=whole,
-                first=first,
-            ) -> None:
-                to = mine[part]
-                come = slice(first + part.start, first + part.stop)
+            def write(part: slice, device=device, mine=mine, places=places) -> None:
+                to, come = mine[part], places[part]
+                # Usually they are adjacent; then they need not be copied to be contiguous.
+                if len(come) and come[-1] - come[0] + 1 == len(come):
+                    come = slice(come[0], come[-1] + 1)
                 for name, parts in found.items():
-                    self._arrays[name][to] = parts[device][
-                        come if whole else places[part]
-                    ]
+                    self._arrays[name][to] = parts[device][come]
                 self._changed(to, known)
 
             in_parts(len(mine), write)

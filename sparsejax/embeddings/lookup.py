@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -72,18 +72,6 @@ class Call(NamedTuple):
     implementation: Implementation = None
 
 
-class Beside(NamedTuple):
-    """Vectors that are added to bags after the lookup.
-
-    Attributes:
-      add: function: `add(y, *operands, divided=...)` returns `y` plus these vectors.
-      operands: arrays.
-    """
-
-    add: Callable[..., jax.Array]
-    operands: tuple[Any, ...]
-
-
 def look_up(
     stack: Stack,
     kernel: gradients.RowParam,
@@ -92,7 +80,7 @@ def look_up(
     *,
     made: bool = False,
     order: Array | np.ndarray | None = None,
-    beside: Beside | None = None,
+    beside: tuple[Any, ...] | None = None,
 ) -> tuple[Float[Array, "batch bags dim"], Bool[Array, ""] | None]:
     """Looks up the rows of all features of a stack for a batch.
 
@@ -104,7 +92,8 @@ def look_up(
       call: settings of this lookup.
       made: whether combiners and blank bags are already applied to `x`.
       order: the row of each entry of `x`, if the rows of the kernel are in any order.
-      beside: vectors to add, such as those of ids without a row; or None.
+      beside: function that adds vectors to bags, such as those of ids without a row, and its
+        last arguments: `add(divided, y, *arguments)`; or None.
 
     Returns:
       `[batch, bags, dim]`; on a mesh the batch is divided over all its devices, if it is a
@@ -129,13 +118,11 @@ def look_up(
     with in_turns(_period(stack, rows, rows.num_rows // bags)):
         y = gradients.lookup(kernel, rows, dtype=dtype, implementation=implementation)
     shape = (rows.num_rows // bags, bags, stack.dim)
-    divided = isinstance(rows, DividedRows)
+    add, *operands = beside or (lambda _, y: y,)
 
     def shaped(y, *operands):
-        y = y if beside is None else beside.add(y, *operands, divided=divided)
-        return y.reshape(shape)
+        return add(isinstance(rows, DividedRows), y, *operands).reshape(shape)
 
-    operands = () if beside is None else beside.operands
     y = call_with_auto_axes(shaped, y, *operands, out_specs=P("data"))
     return y, rows.crowded() if isinstance(rows, DividedRows) else None
 
@@ -211,8 +198,8 @@ class Sender:
     ) -> tuple[SentKeys, Bool[Array, ""]] | None:
         """The ids of each device at their owners; see `exchange.keys_sent`."""
         parts = on_blocks(functools.partial(made, stack, 0), x)
-        model = axis_sizes()[1]
-        examples = parts.num_rows // stack.bags
+        mine = axis_sizes()[1], parts.num_rows // stack.bags
+        distinct = stack.distinct_of_owner(*mine, self.settings.distinct)
         columns = jnp.asarray(parts.indices)
         return exchange.keys_sent(
             parts.with_indices(jnp.where(columns == WRONG, -1, 0)),
@@ -220,9 +207,8 @@ class Sender:
             keys,
             columns >= 0,
             nse=nse,
-            room=self.settings.exchange_room,
+            share=exchange.Share(self.settings.exchange_room, distinct=distinct),
             wire_dtype=self.settings.wire_dtype or stack.dtype,
-            distinct=stack.distinct_of_owner(model, examples, self.settings.distinct),
         )
 
 
@@ -295,17 +281,11 @@ def _rows(
     else:
         check_mesh(x)
         nse, parts = x.indices.size, on_blocks(make, x)
-    model = axis_sizes()[1]
-    owned, examples = stack.ids_of_owners(model), parts.num_rows // bags
+    mine = axis_sizes()[1], parts.num_rows // bags
+    share = stack.share(*mine, settings.exchange_room, settings.distinct)
+    wire = settings.wire_dtype or stack.dtype
     return exchange.divided(
-        parts,
-        nse=nse,
-        by_rows=by_rows,
-        room=settings.exchange_room,
-        wire_dtype=settings.wire_dtype or stack.dtype,
-        share=float(owned.max() / owned.sum()),
-        owner_rows=stack.bags_of_owner(model) * examples,
-        distinct=stack.distinct_of_owner(model, examples, settings.distinct),
+        parts, nse=nse, by_rows=by_rows, share=share, wire_dtype=wire
     )
 
 

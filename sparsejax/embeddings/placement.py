@@ -37,6 +37,7 @@ from sparsejax.embeddings.config import (
     TableConfig,
     check_placement,
 )
+from sparsejax.mesh.exchange import Share
 from sparsejax.mesh.layout import (
     BY_ROWS,
     ROW_MULTIPLE,
@@ -250,6 +251,10 @@ class Stack:
         hand = place.hand + (bit_reversed(low) >> (_HAND_BITS - place.bits))
         return hand * self._hand_size + place.slot + (number >> place.bits)
 
+    def part_of(self, array: Any, table: StackedTable) -> Any:
+        """The columns of a whole table, `[n, width]`, that belong to one of its pieces."""
+        return array[:, table.first_column : table.first_column + self.dim]
+
     def ids_at(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The table of each row of the parameter, as its index in `tables`, and the id.
 
@@ -296,12 +301,16 @@ class Stack:
             owned[owners] += rows / len(owned[owners])
         return float(owned.max(initial=0))
 
-    def bags_of_owner(self, model: int) -> int:
-        """The largest number of bags of an example with ids on the same device."""
-        owned = np.zeros(model, np.int64)
+    def share(
+        self, model: int, examples: int, room: float | None, known: Distinct | None
+    ) -> Share:
+        """The ids of a number of examples on the device that owns most of them."""
+        owned, bags = self.ids_of_owners(model), np.zeros(model, np.int64)
         for feature in self.features:
-            owned[feature.table.owners(model)] += feature.config.bags
-        return int(owned.max(initial=0))
+            bags[feature.table.owners(model)] += feature.config.bags
+        part, most = float(owned.max() / owned.sum()), int(bags.max()) * examples
+        distinct = self.distinct_of_owner(model, examples, known)
+        return Share(room, part, most, distinct)
 
 
 def spec_of(stack: Stack) -> P:
@@ -424,11 +433,7 @@ def _check_ranges(name: str, placement: TablePlacement) -> None:
     """Raises ValueError unless the ranges of hands are those that tables can have."""
     kind, ranges = placement.kind, placement.ranges
     fitting = kind == "columns" or len(ranges) <= (kind == "table")
-    for first, hands in ranges:
-        power = hands > 0 and hands & (hands - 1) == 0
-        fitting &= power and first % hands == 0 and 0 <= first < ROW_MULTIPLE
-        fitting &= hands <= ROW_MULTIPLE
-    if not fitting:
+    if not (fitting and all(map(is_range, ranges))):
         raise ValueError(
             f"the plan of table {name!r} has the ranges of hands {ranges} for the placement "
             f"{kind!r}; take those of plan_embeddings"

@@ -245,9 +245,7 @@ def _figures(problem: Problem, stacks: Sequence[Stack]) -> _Figures:
             dim=stack.dim,
             dtype=stack.dtype,
             weighted=any(problem.is_weighted(table.name) for table in stack.tables),
-            owned=owned,
-            owner_bags=stack.bags_of_owner(problem.model),
-            distinct=stack.distinct_of_owner(problem.model, *problem.known()),
+            share=stack.share(problem.model, *problem.known()),
             replicated_rows=None if stack.divided else stack.num_rows,
         )
         sent += crossing.total

@@ -52,12 +52,16 @@ class Problem:
     wire_dtype: jax.typing.DTypeLike | None = None
     exchange_room: float | None = None
 
-    def known(self) -> tuple[int, Distinct | None]:
-        """Number of examples of a device, and the distinct rows that they read, or None."""
-        examples = self.batch // (self.data * self.model)
-        if not self.distinct:
-            return examples, None
-        return examples, Distinct(examples, tuple(self.distinct.items()))
+    @property
+    def examples(self) -> int:
+        """Number of examples of a device."""
+        return self.batch // (self.data * self.model)
+
+    def known(self) -> tuple[int, float | None, Distinct | None]:
+        """Further arguments of `Stack.share`."""
+        rows = tuple(self.distinct.items())
+        known = Distinct(self.examples, rows) if rows else None
+        return self.examples, self.exchange_room, known
 
     @functools.cached_property
     def readers(self) -> dict[str, list[str]]:
@@ -162,9 +166,12 @@ class Load:
                 dim=self.dim,
                 dtype=self.dtype,
                 weighted=self.weighted > 0,
-                owned=owned,
-                owner_bags=int(self.bags[-1] + max(self.bags[:-1])),
-                distinct=self.distinct[-1] / problem.model + max(self.distinct[:-1]),
+                share=exchange.Share(
+                    problem.exchange_room,
+                    float(owned.max() / (self.ids.sum() or 1.0)),
+                    int(self.bags[-1] + max(self.bags[:-1])) * problem.examples,
+                    self.distinct[-1] / problem.model + max(self.distinct[:-1]),
+                ),
                 replicated_rows=None if self.divided else self.num_rows,
             )
             work = owned * batch * (_ID + self.row * _BYTE)
@@ -179,15 +186,13 @@ class Load:
 def sent_for(
     problem: Problem,
     *,
-    bags,
-    ids,
-    dim,
-    dtype,
-    weighted,
-    owned,
-    owner_bags,
-    distinct,
-    replicated_rows,
+    bags: int,
+    ids: float,
+    dim: int,
+    dtype: np.dtype,
+    weighted: bool,
+    share: exchange.Share,
+    replicated_rows: int | None,
 ) -> exchange.Sent:
     """Bytes that each device sends for a stack. Sizes are for one example."""
     if not bags:
@@ -199,11 +204,8 @@ def sent_for(
         data=problem.data,
         model=problem.model,
         wire_dtype=problem.wire_dtype or dtype,
-        room=problem.exchange_room,
+        share=share,
         weighted=weighted,
-        share=float(owned.max() / ids),
-        owner_rows=owner_bags * problem.batch // (problem.data * problem.model),
-        distinct=distinct,
         replicated_rows=replicated_rows,
     )
 

@@ -93,27 +93,40 @@ class Slots(NamedTuple):
     distinct: bool
 
 
-def slots_for(
-    entries: float,
-    bags: int,
-    *,
-    model: int,
-    room: float | None,
-    share: float | None = None,
-    owner_rows: int | None = None,
-    distinct: float | None = None,
-) -> Slots:
+class Share(NamedTuple):
+    """The ids of a device that belong to the owner with the most of them.
+
+    Attributes:
+      room: number of places for ids of each pair of devices, relative to an even share; None is
+        the default of `places`.
+      ids: average fraction of a device's ids that belong to this owner; None is an even share.
+      bags: most rows of a device that may have ids of one owner; None is all. If there are more,
+        all devices gather, as with too few places.
+      distinct: average number of a device's distinct ids at this owner; None is the number of
+        ids.
+    """
+
+    room: float | None = None
+    ids: float | None = None
+    bags: int | None = None
+    distinct: float | None = None
+
+
+_EVEN = Share()
+
+
+def slots_for(entries: float, bags: int, *, model: int, share: Share) -> Slots:
     """The capacities for `entries` ids and `bags` bags of a device; see `divided`.
 
     Slots are distinct ids if there are fewer distinct ids than bags.
     """
     # Most ids of a device. With more, all devices gather ids, as with too few places.
-    mine = places(entries, room)
-    share = 1 / model if share is None else share
-    count = min(mine, places(entries * share, room))
-    slots = min(count, bags if owner_rows is None else owner_rows)
-    if distinct is not None:
-        fewer = places(distinct, room, _DISTINCT_ROOM)
+    mine = places(entries, share.room)
+    part = 1 / model if share.ids is None else share.ids
+    count = min(mine, places(entries * part, share.room))
+    slots = min(count, bags if share.bags is None else share.bags)
+    if share.distinct is not None:
+        fewer = places(share.distinct, share.room, _DISTINCT_ROOM)
         if fewer < slots:
             return Slots(mine, fewer, fewer, True)
     return Slots(mine, count, slots, False)
@@ -146,11 +159,8 @@ def bytes_sent(
     data: int,
     model: int,
     wire_dtype: jax.typing.DTypeLike = jnp.float32,
-    room: float | None = None,
+    share: Share = _EVEN,
     weighted: bool = False,
-    share: float | None = None,
-    owner_rows: int | None = None,
-    distinct: float | None = None,
     replicated_rows: int | None = None,
 ) -> Sent:
     """Bytes that each device sends in a training step for a stack of tables.
@@ -169,12 +179,8 @@ def bytes_sent(
       data: size of the axis "data".
       model: size of the axis "model".
       wire_dtype: dtype in which sums and gradients are sent.
-      room: number of places for ids of each pair of devices, relative to an even share;
-        None is the default of `places`.
+      share: ids of a device at the owner with the most of them.
       weighted: whether ids have weights (as for a mean).
-      share: average fraction of a device's ids that belong to the owner with the most of them.
-      owner_rows: most rows of a device that may have ids of one owner.
-      distinct: average number of a device's distinct ids at the owner with the most of them.
       replicated_rows: number of rows of the kernel if each device has all rows.
     """
     devices, size = data * model, jnp.dtype(wire_dtype).itemsize
@@ -190,15 +196,8 @@ def bytes_sent(
         return Sent(ids, 0, others * bags * dim * 4)
     slots = Slots(mine, mine, rows // devices, False)
     if model > 1:
-        slots = slots_for(
-            entries / devices,
-            rows // devices,
-            model=model,
-            room=room,
-            share=share,
-            owner_rows=owner_rows,
-            distinct=distinct,
-        )
+        mean = entries / devices
+        slots = slots_for(mean, rows // devices, model=model, share=share)
     room_for = min(mine, slots.places)
     if slots.distinct:
         of_id = 4  # bags and weights are not sent
@@ -487,8 +486,12 @@ def _cut(x: CSR, nse: int) -> CSR:
 
 def slots_for_each(ids: int, distinct: int, *, model: int) -> Slots:
     """The capacities of `one_each` for a device's `ids` and `distinct` ids."""
+    return slots_for(ids, ids, model=model, share=_share_of_each(distinct, model))
+
+
+def _share_of_each(distinct: int, model: int) -> Share:
     room = 1.0 if model == 1 else _ONE_EACH_ROOM
-    return slots_for(ids, ids, model=model, room=room, distinct=distinct / model)
+    return Share(room, distinct=distinct / model)
 
 
 def one_each(
@@ -522,14 +525,8 @@ def one_each(
         return CSR.tree_unflatten(num_cols, (None, packed, indptr, None))
 
     parts = blocks_of(part, (ids,), (P(("data", "model")),))
-    rows = divided(
-        parts,
-        nse=len(ids),
-        by_rows=True,
-        room=1.0 if model == 1 else _ONE_EACH_ROOM,
-        wire_dtype=wire_dtype,
-        distinct=distinct / model,
-    )
+    how = {"share": _share_of_each(distinct, model), "wire_dtype": wire_dtype}
+    rows = divided(parts, nse=len(ids), by_rows=True, **how)
     fits = model == 1 or (slots.distinct and slots.count >= distinct)
     return rows.certain() if fits else rows
 
@@ -565,11 +562,8 @@ def divided(
     *,
     nse: int,
     by_rows: bool,
-    room: float | None = None,
+    share: Share = _EVEN,
     wire_dtype: jax.typing.DTypeLike | None = None,
-    share: float | None = None,
-    owner_rows: int | None = None,
-    distinct: float | None = None,
 ) -> DividedRows:
     """The rows of a batch, and the route of its ids to the owners of the kernel's rows.
 
@@ -579,21 +573,13 @@ def divided(
       parts: the rows of each device, leaves `[data, model, n]`; all columns.
       nse: most entries of all devices together.
       by_rows: whether the kernel's rows are divided over "model". If not, it is replicated.
-      room: number of places for ids, relative to an even share; see `places`.
+      share: ids of a device at the owner with the most of them.
       wire_dtype: dtype in which sums and gradients are sent; None is the kernel's.
-      share: average fraction of a device's ids that belong to the owner with the most of them;
-        by default an even share.
-      owner_rows: most rows of a device that may have ids of one owner; by default
-        all. If there are more, all devices gather, as with too few places.
-      distinct: average number of a device's distinct ids at the owner with the most of them;
-        by default the number of ids.
     """
     wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
     if not by_rows:
         return DividedRows(parts, None, nse, wire)
-    slots, mine, width = _room_of(
-        parts, nse, room=room, share=share, owner_rows=owner_rows, distinct=distinct
-    )
+    slots, mine, width = _room_of(parts, nse, share)
     if axis_sizes()[1] == 1 and not slots.distinct:
         return DividedRows(parts, Route(parts, None, None, None), nse, wire)
     count, slot_count = min(mine, slots.places), min(mine, slots.count)
@@ -606,13 +592,11 @@ def divided(
     return DividedRows(parts, on_blocks(part, parts), nse, wire)
 
 
-def _room_of(parts: CSR, nse: int, **how: Any) -> tuple[Slots, int, int]:
-    """The capacities, the most entries that a device sends, and the columns of an owner.
-
-    `how` has the further arguments of `slots_for`.
-    """
+def _room_of(parts: CSR, nse: int, share: Share) -> tuple[Slots, int, int]:
+    """The capacities, the most entries that a device sends, and the columns of an owner."""
     data, model = axis_sizes()
-    slots = slots_for(nse / (data * model), parts.num_rows, model=model, **how)
+    mean = nse / (data * model)
+    slots = slots_for(mean, parts.num_rows, model=model, share=share)
     width = padded_rows(parts.num_cols) // model
     return slots, min(parts.nse, slots.ids), width
 
@@ -882,9 +866,8 @@ def keys_sent(
     wanted: Bool[Array, "data model entries"],
     *,
     nse: int,
-    room: float | None,
+    share: Share,
     wire_dtype: jax.typing.DTypeLike | None,
-    distinct: float,
 ) -> tuple[SentKeys, Bool[Array, ""]] | None:
     """Sends distinct ids to their owners as keys; see `divided`.
 
@@ -896,10 +879,8 @@ def keys_sent(
       keys: arrays of 32-bit numbers, one for each entry.
       wanted: which entries count. Others add nothing to their rows.
       nse: most entries of all devices together.
-      room: number of places for ids of each pair of devices, relative to an even share;
-        None is the default of `places`.
+      share: ids of a device at the owner with the most of them.
       wire_dtype: dtype in which sums and gradients are sent; None is the kernel's.
-      distinct: average number of a device's distinct ids that one owner has.
 
     Returns:
       The ids, and whether a pair of devices has too few places. None if there are not fewer
@@ -907,7 +888,7 @@ def keys_sent(
     """
     if axis_sizes()[1] == 1:
         return None
-    slots, mine, width = _room_of(parts, nse, room=room, distinct=distinct)
+    slots, mine, width = _room_of(parts, nse, share)
     if not slots.distinct:
         return None
     # Entries that do not count read one more slot, which is empty.

@@ -43,9 +43,8 @@ def mesh_of(shape):
 
 def divided(x, room, wire=None, distinct=None):
     nse, parts = x.nse, exchange.parts_of(x)
-    return exchange.divided(
-        parts, nse=nse, by_rows=True, room=room, wire_dtype=wire, distinct=distinct
-    )
+    share = exchange.Share(room, distinct=distinct)
+    return exchange.divided(parts, nse=nse, by_rows=True, share=share, wire_dtype=wire)
 
 
 @functools.partial(jax.jit, static_argnames=("room", "wire", "distinct", "on_mesh"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from sparsejax.embeddings import table_files
 from sparsejax.mesh.layout import BY_ROWS, call_with_auto_axes, jit_sharded, replicated
 from sparsejax.ops import index_edits
 from sparsejax.whole_files import check_writable, whole_file
+from sparsejax.wide_ids import joined
 
 # Key in the metadata of the file's schema: steps of the optimizer whose state is in the file.
 _STEPS = b"sparsejax.steps"
@@ -84,6 +85,20 @@ def flat(array: jax.Array) -> jax.Array:
     return jit_sharded(_flat, P("model"), static=())(array)
 
 
+def flattened(columns: Mapping[str, Any]) -> list[jax.Array]:
+    """The columns of all rows, one number or list for each row."""
+    return [flat(a[...]) if is_number(n) else a[...] for n, a in columns.items()]
+
+
+def keys_at(keys: jax.Array, rows: np.ndarray) -> np.ndarray:
+    """The ids of some rows, whose words are `keys`."""
+    found = [np.zeros(0, np.uint64)]
+    for some, (words,) in gathered(rows, [keys]):
+        words = np.asarray(words)[: some.stop - some.start]
+        found.append(joined(words[:, 0], words[:, 1]))
+    return np.concatenate(found)
+
+
 def _flat(array: jax.Array) -> jax.Array:
     return call_with_auto_axes(lambda a: a.reshape(-1), array, out_specs=P("model"))
 
@@ -98,7 +113,8 @@ def gathered(
     for start in range(0, len(rows), size):
         some = rows[start : start + size]
         at = np.pad(some, (0, size - len(some))).astype(np.int32)
-        yield slice(start, start + len(some)), read([*arrays], at)
+        found = read([*arrays], at) if len(arrays) else []
+        yield slice(start, start + len(some)), found
 
 
 def _read(arrays: list[jax.Array], rows: ArrayLike) -> list[jax.Array]:

@@ -21,7 +21,7 @@ from sparsejax.mesh.layout import to_host
 from sparsejax.ops import hash_index, index_edits
 from sparsejax.ops.hash_index import PARTS, Index, Layout
 
-# Positions of a table's counters. The first three count an id each time that it is in a batch; the
+# Positions of a table's counters, in the order of `TableStats`. The first three count an id each time that it is in a batch; the
 # last two count rows.
 FOUND, WAITING, REFUSED, INSERTED, EVICTED = range(5)
 _TOTALS = 5
@@ -181,15 +181,7 @@ def stats(
         stack.tables, numbers.tolist(), num_free.sum(axis=0).tolist(), strict=True
     ):
         rows = table.config.num_rows
-        found[table.name] = TableStats(
-            capacity=rows,
-            rows=rows - free,
-            found=row[FOUND],
-            waiting=row[WAITING],
-            refused=row[REFUSED],
-            inserted=row[INSERTED],
-            evicted=row[EVICTED],
-        )
+        found[table.name] = TableStats(rows, rows - free, *row)
     return found
 
 

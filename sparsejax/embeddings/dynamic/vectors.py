@@ -157,25 +157,18 @@ def beside_owned(stack: Stack, sent: SentKeys, seed: jax.Array | None) -> Divide
     return dataclasses.replace(sent.rows, route=route._replace(beside=add))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def with_guests(
     stack: Stack,
+    divided: bool,
     y: Float[Array, "bags dim"],
     guests: Guests,
     seed: jax.Array,
-    *,
-    divided: bool,
 ) -> Float[Array, "bags dim"]:
     """Adds to `y` the initial vectors of ids without a row. They have no gradient.
 
     If devices divide the bags, each adds the vectors of its own bags.
     """
-    return _added(stack, divided, y, guests, seed)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _added(
-    stack: Stack, divided: bool, y: jax.Array, guests: Guests, seed: jax.Array
-) -> jax.Array:
     if not divided:
         return _with_some(stack, y, guests, jnp.int32(0), seed)
 
@@ -242,7 +235,7 @@ def _with_some(
     return lax.while_loop(lambda state: state[0] < guests.count, add, (start, y))[1]
 
 
-_added.defvjp(
-    lambda stack, divided, *operands: (_added(stack, divided, *operands), None),
+with_guests.defvjp(
+    lambda stack, divided, *operands: (with_guests(stack, divided, *operands), None),
     lambda stack, divided, _, slope: (slope, None, None),
 )

@@ -27,7 +27,7 @@ from sparsejax.embeddings.dynamic.assignment import (
 )
 from sparsejax.embeddings.dynamic.state import IndexState, State, TableStats
 from sparsejax.embeddings.feature_batch import FeatureBatch
-from sparsejax.embeddings.lookup import Beside, Call, check_mesh, look_up, made
+from sparsejax.embeddings.lookup import Call, check_mesh, look_up, made
 from sparsejax.embeddings.placement import Stack, StackedTable
 from sparsejax.embeddings.stores.store import (
     Completing,
@@ -44,7 +44,7 @@ from sparsejax.mesh.layout import (
     to_host,
 )
 from sparsejax.ops import index_edits
-from sparsejax.ops.hash_index import Index
+from sparsejax.ops.hash_index import Index, TableKeys
 from sparsejax.optimizers import gradients
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
@@ -102,9 +102,13 @@ class DynamicStore(Store):
         if isinstance(x, SentKeys):
             check_mesh(x.rows.parts)
             return find_at_owners(self.stack, self.index, x, **how)
-        x, keys = jax.tree.map(jnp.asarray, (x, batch.keys[self.stack.name]))
-        columns = find(self.stack, self.index, x, keys, **how)
-        return x.with_indices(columns)
+        x, keys = self._given(batch)
+        return x.with_indices(find(self.stack, self.index, x, keys, **how))
+
+    def _given(self, batch: FeatureBatch) -> tuple[CSR, TableKeys]:
+        """The packed matrix of a batch and its keys, as JAX arrays."""
+        name = self.stack.name
+        return jax.tree.map(jnp.asarray, (batch.stacks[name], batch.keys[name]))
 
     def rows(self, batch: FeatureBatch, call: Call) -> Found:
         x, name = self.matrix(batch), self.stack.name
@@ -121,15 +125,10 @@ class DynamicStore(Store):
         x, keys = jax.tree.map(jnp.asarray, (x, batch.keys[name]))
         order = batch.rows.get(name)
         x, guests, order = call_with_auto_axes(apart, x, keys, order, out_specs=P())
-        beside = None
-        if seed is not None:
-            add = functools.partial(vectors.with_guests, self.stack)
-            beside = Beside(add, (guests, seed))
-        return Found(
-            *look_up(
-                self.stack, self.kernel, x, call, made=True, order=order, beside=beside
-            )
-        )
+        beside = functools.partial(vectors.with_guests, self.stack), guests, seed
+        beside = None if seed is None else beside
+        more = {"made": True, "order": order, "beside": beside}
+        return Found(*look_up(self.stack, self.kernel, x, call, **more))
 
     def assigned(
         self, batch: FeatureBatch, optimizer: Optimizer, clock: Any
@@ -141,11 +140,9 @@ class DynamicStore(Store):
         if isinstance(route, SentKeys):
             check_mesh(route.rows.parts)
             state, trained, route = assign_at_owners(how, *before, route, moment)
-            routes = {**batch.routes, name: route}
-            batch = dataclasses.replace(batch, routes=routes)
+            batch = dataclasses.replace(batch, routes={**batch.routes, name: route})
         elif name in batch.stacks:
-            given = batch.stacks[name], batch.keys[name]
-            x, keys = jax.tree.map(jnp.asarray, given)
+            x, keys = self._given(batch)
             state, trained, columns = assign(how, *before, x, keys, moment)
             batch = with_columns(batch, name, columns)
         else:
@@ -204,6 +201,15 @@ class DynamicStore(Store):
 
     def rows_of(self, table: StackedTable, ids: np.ndarray) -> np.ndarray:
         return states.rows_of(self.stack, table, self.known, ids)
+
+    def ids_in(
+        self, pieces: tuple[StackedTable, ...], mask: np.ndarray, keys: Any
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        number = self.stack.tables.index(pieces[0])
+        rows = index_edits.rows_in(states.layout_of(self.stack), number, mask)
+        ids = files.keys_at(keys, rows)
+        order = np.argsort(ids)
+        return ids[order], [rows[order]]
 
     def placed(
         self,

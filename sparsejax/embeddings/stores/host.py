@@ -85,9 +85,12 @@ class HostedStore(Store):
     def attached(
         self, optimizer: Optimizer | None, *, reading: bool = False
     ) -> HostRows:
-        """The rows, connected with the state in an optimizer."""
-        host = self.host
-        host.attach_within(self.path, self.kernel, optimizer, reading=reading)
+        """The rows, connected with the state in an optimizer; without one the state is kept."""
+        host, state, rule = self.host, None, None
+        if optimizer is not None:
+            state = optimizer.rows_within(self.path, self.kernel)
+            rule = optimizer.rule_of(self.kernel)
+        host.attach(self.kernel, state, rule, reading=reading)
         return host
 
     def _current(self, batch: FeatureBatch) -> CSR:
@@ -151,12 +154,10 @@ class HostedStore(Store):
 
     def columns(self, optimizer: Optimizer | None) -> dict[str, Any]:
         found = super().columns(optimizer)
-        host = self.attached(optimizer, reading=True)
-        arrays = host.arrays()
-        names = {n: n if n == ROW else n.removeprefix(STATE) for n in found}
+        arrays = self.attached(optimizer, reading=True).arrays()
         return {
-            name: found[name] if files.is_number(name) else arrays[names[name]]
-            for name in found
+            name: array if files.is_number(name) else arrays[name.removeprefix(STATE)]
+            for name, array in found.items()
         }
 
     def read(
@@ -184,7 +185,7 @@ class HostedStore(Store):
         values: Mapping[str, np.ndarray],
         optimizer: Optimizer | None,
     ) -> None:
-        here = {name: values[name] for name in values if files.is_number(name)}
+        here = {n: array for n, array in values.items() if files.is_number(n)}
         there = {n.removeprefix(STATE): a for n, a in values.items() if n not in here}
         self.attached(optimizer).put(rows, there)
         super().write(rows, here, optimizer)

@@ -19,6 +19,7 @@ from sparsejax.embeddings.placement import Stack, StackedTable, first_rows, spec
 from sparsejax.embeddings.stores.store import Found, Owner, Store
 from sparsejax.mesh.exchange import SentKeys
 from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded, replicated
+from sparsejax.ops import index_edits
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
@@ -57,6 +58,22 @@ class StaticStore(Store):
 
     def rows_of(self, table: StackedTable, ids: np.ndarray) -> np.ndarray:
         return self.stack.row_of(ids.astype(np.int64), table.place)
+
+    def ids_in(
+        self, pieces: Pieces, mask: np.ndarray, keys: Any
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        del keys
+        found = [np.zeros(0, np.uint64)]
+        rows = np.flatnonzero(mask).astype(np.int32)
+        block = index_edits.block(len(rows))
+        for start in range(0, len(rows), block):
+            some = rows[start : start + block]
+            which, ids = _ids_at(self.stack, np.pad(some, (0, block - len(some))))
+            which, ids = (np.asarray(a)[: len(some)] for a in (which, ids))
+            mine = np.isin(which, [self.stack.tables.index(p) for p in pieces])
+            found.append(ids[mine & (ids >= 0)].astype(np.uint64))
+        ids = np.unique(np.concatenate(found))
+        return ids, [self.rows_of(piece, ids) for piece in pieces]
 
     def placed(
         self,
@@ -112,6 +129,9 @@ class StaticStore(Store):
         table_files.save_table(path, self.table_rows(pieces), like, names)
 
 
+_ids_at = jax.jit(lambda stack, rows: stack.ids_at(rows), static_argnums=0)
+
+
 def _all_rows(stack: Stack, table: StackedTable) -> jax.Array:
     """The rows of a table as an array, in the order of their shards."""
     ids = jnp.arange(table.config.num_rows, dtype=jnp.int32)
@@ -124,8 +144,7 @@ def _with_table(
     def written(kernel, array):
         array = array.astype(kernel.dtype)
         for piece in pieces:
-            mine = array[:, piece.first_column : piece.first_column + stack.dim]
-            rows = _all_rows(stack, piece)
+            rows, mine = _all_rows(stack, piece), stack.part_of(array, piece)
             kernel = kernel.at[rows].set(mine, unique_indices=True)
         return kernel
 

@@ -246,6 +246,18 @@ class Store(abc.ABC):
         """The row of each id; -1 for an id without a row."""
 
     @abc.abstractmethod
+    def ids_in(
+        self, pieces: tuple[StackedTable, ...], mask: np.ndarray, keys: Any
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The ids of a table in some rows, ascending, and their rows in each piece.
+
+        Args:
+          pieces: the pieces of the table.
+          mask: whether each row is one of them, in at least one piece.
+          keys: keys of all rows, if ids have keys.
+        """
+
+    @abc.abstractmethod
     def placed(
         self,
         path: str | os.PathLike[str],
@@ -294,11 +306,7 @@ class Store(abc.ABC):
     ) -> Iterator[dict[str, np.ndarray]]:
         """The columns of some rows, a block of rows at a time."""
         columns = self.columns(optimizer)
-        arrays = [
-            files.flat(v[...]) if files.is_number(name) else v[...]
-            for name, v in columns.items()
-        ]
-        for part, found in files.gathered(rows, arrays):
+        for part, found in files.gathered(rows, files.flattened(columns)):
             count = part.stop - part.start
             some = (np.asarray(array)[:count] for array in found)
             yield dict(zip(columns, some, strict=True))
