@@ -205,7 +205,7 @@ def _load_of_clicks(tables, dim, devices, batch, wire, narrow) -> Load:
     if devices > 1:
         features = {f"t{i}": n for i, n in enumerate(tables)}
         made = functools.partial(sj.embeddings.TableConfig, dim=dim, placement="rows")
-        planned = sj.embeddings.plan_embeddings(
+        planned = sj.plan_embeddings(
             {name: made(rows) for name, rows in features.items()},
             {name: name for name in features},
             batch_size=batch,

@@ -42,6 +42,7 @@ from .engine.rank.recommendations import Recommendations as Recommendations
 from .engine.train.jit import jit as jit
 from .engine.train.progress import EarlyStopping as EarlyStopping
 from .kinds.clicks.calibrate import calibrate as calibrate
+from .kinds.clicks.planner import plan_embeddings as plan_embeddings
 from .kinds.clicks.scores import predict as predict
 from .mesh.layout import make_mesh as make_mesh
 from .mesh.processes import join_processes as join_processes

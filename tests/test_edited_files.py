@@ -221,7 +221,7 @@ def plan(folder):
         "a": sj.embeddings.TableConfig(100, 8),
         "b": sj.embeddings.TableConfig(10**6, 8),
     }
-    made = sj.embeddings.plan_embeddings(
+    made = sj.plan_embeddings(
         tables,
         {"x": "a", "y": "b"},
         batch_size=64,

@@ -94,7 +94,7 @@ def plan(command: flags.Plan) -> bool:
         planned = _planned(kind, config, suited, command, how)
         text, fits = planned.table(), planned.fits
     else:
-        from sparsejax.embeddings.planner import plan_embeddings
+        from sparsejax.kinds.clicks.planner import plan_embeddings
 
         placed = plan_embeddings(*tables, **how)
         # An error was raised before if the tables do not fit.

@@ -11,5 +11,4 @@ from .feature_batch import WideIds as WideIds
 from .new_ids import add_ids as add_ids
 from .plan import EmbeddingPlan as EmbeddingPlan
 from .plan import TableSettings as TableSettings
-from .planner import plan_embeddings as plan_embeddings
 from .row_numbers import RowNumber as RowNumber

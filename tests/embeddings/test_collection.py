@@ -644,7 +644,7 @@ def test_no_constant_grows_with_the_batch(zipf):
     rule, batch = sj.optimizers.rowwise_adagrad(0.1), 4096
     with mesh_or_none((2, 4)):
         popularity = None if zipf is None else dict.fromkeys(features, zipf)
-        plan = sj.embeddings.plan_embeddings(
+        plan = sj.plan_embeddings(
             tables,
             features,
             batch_size=batch,

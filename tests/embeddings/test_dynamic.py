@@ -986,7 +986,7 @@ def test_a_plan_counts_the_index():
         "item": DynamicTableConfig(100_000, 16),
     }
     features = {name: name for name in tables}
-    plan = sj.embeddings.plan_embeddings(
+    plan = sj.plan_embeddings(
         tables, features, rule=sj.optimizers.sgd(0.1), batch_size=64, data=1, model=1
     )
     model = Model(tables, features, plan=plan)

@@ -238,7 +238,7 @@ def write_data(folder: pathlib.Path) -> None:
 def write_plan(folder: pathlib.Path) -> None:
     tables, features = tables_and_features()
     sizes: dict[str, Any] = {"batch_size": 64, "data": 2, "model": 2, "memory": 10**9}
-    planned = sj.embeddings.plan_embeddings(
+    planned = sj.plan_embeddings(
         tables, features, rule=optimizers.adagrad(0.1), **sizes
     )
     (folder / "plan.json").write_text(json.dumps(planned.to_json()) + "\n")

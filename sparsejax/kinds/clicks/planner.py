@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from sparsejax.embeddings import search
 from sparsejax.embeddings.config import FeatureConfig, TableConfig, feature_configs
 from sparsejax.embeddings.host_slots import ROW_BYTES, SLOT_BYTES
 from sparsejax.embeddings.placement import Stack, stack_tables
@@ -19,7 +18,8 @@ from sparsejax.embeddings.plan import (
     PlannedTable,
     TableSettings,
 )
-from sparsejax.embeddings.search import Placed, Problem, sent_for
+from sparsejax.kinds.clicks import search
+from sparsejax.kinds.clicks.search import Placed, Problem, sent_for
 from sparsejax.mesh import exchange
 from sparsejax.mesh.layout import check_axis_sizes, device_memory, readable_bytes
 from sparsejax.optimizers.rules import Rule

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.embeddings import planner
 from sparsejax.embeddings.config import FeatureConfig, TableConfig
+from sparsejax.kinds.clicks import planner
 
 RULE = sj.optimizers.rowwise_adagrad(0.1)
 BATCH = 1024
@@ -38,7 +38,7 @@ HOTNESS = {"sum": 4, "whole": 5}
 def plan_of(tables=TABLES, features=FEATURES, **options):
     given: dict[str, Any] = {"batch_size": BATCH, "model": 8, "hotness": HOTNESS}
     given["rule"] = RULE
-    return sj.embeddings.plan_embeddings(tables, features, **given | options)
+    return sj.plan_embeddings(tables, features, **given | options)
 
 
 def kinds_of(plan):
@@ -189,7 +189,7 @@ def test_each_table_gets_what_is_cheapest():
     hotness = {name: 16 for name in features}
     features["tiny"] = "tiny"
     given: dict[str, Any] = {"batch_size": 8192, "model": 4, "rule": RULE}
-    plan = sj.embeddings.plan_embeddings(tables, features, hotness=hotness, **given)
+    plan = sj.plan_embeddings(tables, features, hotness=hotness, **given)
     kinds = kinds_of(plan)
     assert kinds["tiny"] == "replicated"
     # 16 ids of a bag are on all four devices, if rows are divided: four sums cross, not one.
@@ -202,12 +202,12 @@ def test_each_table_gets_what_is_cheapest():
         name: TableConfig(table.num_rows, table.dim, placement="rows")
         for name, table in tables.items()
     }
-    others = sj.embeddings.plan_embeddings(by_rows, features, hotness=hotness, **given)
+    others = sj.plan_embeddings(by_rows, features, hotness=hotness, **given)
     assert set(kinds_of(others).values()) == {"rows"}
     assert others.devices[0].sent > 2 * plan.devices[0].sent
     # A single table that is too large for a device is divided.
     one = {"t": TableConfig(50_000_000, 63)}
-    plan = sj.embeddings.plan_embeddings(one, {"f": "t"}, **given)
+    plan = sj.plan_embeddings(one, {"f": "t"}, **given)
     assert kinds_of(plan) == {"t": "rows"} and len({*plan.devices}) == 1
 
 
@@ -272,7 +272,7 @@ def test_bad_input(options, message):
 def test_rows_in_host_memory_are_not_on_the_devices():
     def planned(table):
         rule = sj.optimizers.sgd(0.1)
-        return sj.embeddings.plan_embeddings(
+        return sj.plan_embeddings(
             {"user": table}, {"user": "user"}, batch_size=64, model=1, rule=rule
         )
 
