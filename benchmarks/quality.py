@@ -1,31 +1,53 @@
-"""Quality with the defaults of `sparsejax train`, on five data sets, for several seeds.
+"""Quality by the defaults, by each setting, of models of histories, and with content.
 
-    python benchmarks/quality.py run --data FOLDER [--sets NAME ...] [--seeds N] [--add]
-    python benchmarks/quality.py table
+    python benchmarks/quality.py ACTION --data FOLDER [--only NAME ...]    on a GPU
+    python benchmarks/quality.py step --content vectors                    on a GPU
+    python benchmarks/quality.py plot                                      anywhere
+    python benchmarks/quality.py table                                     anywhere
 
 FOLDER holds what there is of `train.txt.xz` and `test.txt.xz` (Gowalla in the split of the
-LightGCN paper), `user_movie.csv.xz` (MovieLens-1M), `Beauty.txt.xz` (Amazon Beauty, a
-history on each line) and `movielens_input_1024.txt.xz` (users 1 to 1024 of MovieLens-20M in
-DSSTNE's form). The bundled data set needs no file. But for Gowalla, a
-fifth of the entries of each row is held out for the test, with the seed of the training.
+LightGCN paper), `user_movie.csv.xz` (MovieLens-1M), `Beauty.txt.xz` (Amazon Beauty as S3-Rec
+prepares it), `Beauty_item2attributes.json.xz` and `movielens_input_1024.txt.xz` (users 1 to 1024
+of MovieLens-20M in DSSTNE's form). All items are ranked. Models are those of `sj.training.recipe`.
 
-With each seed a model is trained on all of the rest. It is measured with its linear part,
-with its layers alone, with less of what is popular, and as its linear part alone. All items
-are ranked, except those that a user has in the training data. EASE is computed where
-the items are few enough. Nothing is chosen on the test.
+defaults: `sparsejax train` on five data sets. But for Gowalla, a fifth of the entries of each row
+is held out. A model is measured with its linear part, with its layers alone, with less of what is
+popular, and as its linear part alone; beside it EASE, where the items are few enough.
+settings: nDCG@20 on a fifth of each row of training data after every epoch; one setting at a time
+differs from the defaults. *plot* draws it. Test data is not read.
+histories: the last item of each user is the test. Models are shown the last but one, and trained
+on it or not. A sampled softmax has negatives that the batch shares, half of them the batch's or
+none. *places* trains HSTU with histories of several lengths, and measures users with few items
+apart.
+content: vectors by ids alone and with tags; items are measured by the number of their entries.
+step: times of a training step of SASRec over a million items with content, whose vectors are made
+part by part, or stored, and the most memory that the process has had until then.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import fnmatch
+import functools
+import itertools
 import json
+import lzma
 import pathlib
+import statistics
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from report import print_means, training_command
+import pyarrow as pa
+import scipy.sparse
+from flax import nnx
+from report import RESULTS, print_means, versions
+
+import sparsejax as sj
 
 _FILES = {
     "gowalla": "train.txt.xz",
@@ -35,124 +57,457 @@ _FILES = {
     "ml-20m-1024": "movielens_input_1024.txt.xz",
 }
 # Epochs and hidden units; None is the default.
-_DEFAULT = (None, 256)
-_TRAININGS = {"gowalla": (_DEFAULT, (50, 256), (50, 512))}
+_TRAININGS = {"gowalla": ((None, 256), (50, 256), (50, 512))}
 _METRICS = ("recall@20", "ndcg@20", "coverage@20", "gini@20", "mean_popularity@20")
 # From the bias of an item's score, this times the log of its entries is subtracted.
 _PENALTIES = (0.25, 0.5, 1.0)
 _EASE_ITEMS = 15_000
 
+_EPOCHS = {"gowalla": 80, "ml-1m": 150, "msweb": 60}  # of `settings`
+_DEFAULTS = {"hidden": 256, "temperature": 0.1, "corruption": 0.5}
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden": (32, 64, 128, 256, 512, 1024),
+    "temperature": (0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.3, None),
+    "corruption": (0.0, 0.25, 0.5, 0.75),
+}
+_PLOT = pathlib.Path(__file__).resolve().parents[1] / "docs" / "settings.svg"
+
+# Model, negatives (None is the exact softmax) and their sampler, whether the last but one items
+# are trained on, and the dtype of layers. Published models are not trained on them;
+# `sparsejax train` is given all that is known.
+_HISTORIES = (
+    ("hstu", None, "uniform", False, "float32"),
+    ("hstu", None, "uniform", False, "bfloat16"),
+    ("hstu", 256, "uniform", False, "float32"),
+    ("hstu", 1024, "uniform", False, "float32"),
+    ("sasrec", None, "uniform", False, "float32"),
+    ("sasrec", None, "uniform", False, "bfloat16"),
+    ("gru", None, "uniform", False, None),
+    ("hstu", None, "uniform", True, "float32"),
+    ("hstu", None, "uniform", True, "bfloat16"),
+    ("sasrec", None, "uniform", True, "float32"),
+    ("hstu", 256, "batch", False, "float32"),
+    ("hstu", 1024, "batch", False, "float32"),
+    ("hstu", 1024, "uniform", False, "bfloat16"),
+)
+_NAMES = "model", "negatives", "sampler", "trained on the last but one", "dtype"
+_FEW = 40  # entries of a user, so that the history is short for any number of places
+_K = 10
+
+_WIDTH, _LENGTH, _BATCH = 256, 50, 256  # of `step`
+_VECTORS, _TAGS, _KINDS = 768, 20, 100_000
+# Makes the results of a trial from its seed.
+Trials = dict[str, Callable[[int], Iterator[dict]]]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sets", nargs="+", choices=list(_FILES), default=list(_FILES))
+    parser.add_argument("action", choices=[*_ACTIONS, "plot", "table"])
+    parser.add_argument("--data", type=pathlib.Path, metavar="FOLDER")
+    parser.add_argument("--only", nargs="+", default=["*"], help="trials, by patterns")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, help="instead of the default")
-    parser.add_argument("--add", action="store_true", help="keep results of others")
-    training_command(
-        parser,
-        __file__,
-        {"run": _run},
-        {"table": lambda report: print_means(report, "set")},
-    )
+    parser.add_argument("--epochs", type=int, help="by default the recipe's")
+    parser.add_argument("--content", choices=("none", "vectors", "tags"))
+    parser.add_argument("--items", type=int, default=1_000_000, help="of `step`")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--output", type=pathlib.Path)
+    arguments = parser.parse_args()
+    if arguments.action == "plot":
+        _plot(json.loads((RESULTS / "settings.json").read_text())["results"])
+    elif arguments.action == "table":
+        for name, (_, *names) in _ACTIONS.items():
+            print(f"# {name}\n")
+            print_means(json.loads((RESULTS / f"{name}.json").read_text()), *names)
+    elif arguments.data is None and arguments.action != "step":
+        parser.error(f"{arguments.action} needs --data FOLDER")
+    elif arguments.content is None and arguments.action == "step":
+        parser.error("step needs --content none, --content vectors or --content tags")
+    else:
+        _run(arguments)
 
 
-def _run(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
-    import jax
-
-    results: list[dict[str, Any]] = []
-    if arguments.add:
-        results = json.loads(arguments.output.read_text())["results"]
-    device = jax.devices()[0].device_kind
-    for seed in range(arguments.seeds):
-        for name in arguments.sets:
-            file = _FILES[name]
-            if file is not None and not (arguments.data / file).exists():
-                continue
-            trainings = _TRAININGS.get(name, (_DEFAULT,))
-            if arguments.epochs is not None:
-                trainings = ((arguments.epochs, 256),)
-            result = {"set": name, "seed": seed, "device": device}
-            for training in trainings:
-                result |= _trained(arguments.data, name, seed, *training)
-            same = [r for r in results if (r["set"], r["seed"]) == (name, seed)]
-            results = [r for r in results if r not in same] + [result]
-            shown = {k: v[:2] if isinstance(v, list) else v for k, v in result.items()}
-            yield {"results": results}, shown
-
-
-def _trained(
-    folder: pathlib.Path, name: str, seed: int, epochs: int | None, hidden: int
-) -> dict[str, Any]:
-    """Seconds, and a list of metrics for each form of the model."""
-    import jax
-
-    import sparsejax as sj
-
-    train, test = load(folder, name, seed)
-    sizes = train.num_rows, train.num_features, train.num_entries
-    start = time.perf_counter()
-    config, _ = sj.NetworkConfig.for_data(*sizes, hidden=(hidden,))
-    how = sj.training.recipe(config, train, num_epochs=epochs)
-    model, optimizer = sj.build(config, train, how.rule, seed=seed)
-    jax.block_until_ready(model.output.kernel[...])
-    epochs = how.num_epochs
-    form = f"{epochs} epochs" + f", {hidden} hidden units" * (hidden != _DEFAULT[1])
-    result: dict[str, Any] = {
-        "temperature": config.output.temperature,
-        "linear": None if config.linear is None else vars(config.linear),
-        "entries of an item": sizes[2] / sizes[1],
-        f"{form}, build, s": time.perf_counter() - start,
+def _run(arguments: argparse.Namespace) -> None:
+    """One seed of all trials after the other, so that an early end leaves some of each."""
+    action, results = arguments.action, []
+    trials = {
+        name: trial
+        for name, trial in _ACTIONS[action][0](arguments).items()
+        if any(fnmatch.fnmatch(name, pattern) for pattern in arguments.only)
     }
-    counts = np.bincount(train.matrix.indices, minlength=sizes[1])
-    excess = np.log(np.maximum(counts, 1))
+    for seed, trial in itertools.product(range(arguments.seeds), trials.values()):
+        for result in trial(seed):
+            results.append(result | {"seed": seed})
+            report = {
+                "date": datetime.date.today().isoformat(),
+                "commit": arguments.commit,
+                "command": f"python benchmarks/quality.py {action}",
+                "versions": versions(),
+                "results": results,
+            }
+            output = arguments.output or RESULTS / f"{action}.json"
+            output.write_text(json.dumps(report, indent=1) + "\n")
+            print(json.dumps(results[-1])[:500], flush=True)
 
-    def measured(part: str) -> None:
-        found = sj.evaluate(model, train, test, k=20)
-        result[f"{form}, {part}"] = [float(found[m]) for m in _METRICS]
 
+def _fitted(config: Any, train: Any, seed: int, epochs: int | None, features=None):
+    """A model, trained by the recipe, and how long that took."""
     start = time.perf_counter()
-    sj.fit(
-        model, optimizer, train, batch_size=how.batch_size, num_epochs=epochs, seed=seed
-    )
-    result[f"{form}, fit, s"] = time.perf_counter() - start
-    measured("default")
+    how = sj.training.recipe(config, train, num_epochs=epochs)
+    modules = sj.build(config, train, how.rule, item_features=features, seed=seed)
+    sizes = {"batch_size": how.batch_size, "num_epochs": how.num_epochs}
+    history = sj.fit(*modules, train, **sizes, seed=seed)
+    seconds = round(time.perf_counter() - start, 2)
+    return modules[0], {"epochs": len(history), "fit_seconds": seconds}
+
+
+def _scores(model: Any, shown: Any, wanted: Any, metrics, **options) -> dict[str, Any]:
+    found = sj.evaluate(model, shown, wanted, **options)
+    return {name: round(float(found[name]), 5) for name in metrics}
+
+
+def _matrix(folder: pathlib.Path, name: str) -> Any:
+    file = _FILES[name]
+    if file is None:
+        return sj.datasets.msweb().train
+    return sj.read(folder / file).without_values()  # times, in one file
+
+
+# defaults
+
+
+def _defaults(arguments: argparse.Namespace) -> Trials:
+    folder = arguments.data
+    return {
+        f"{name} {epochs} {hidden}": functools.partial(
+            _by_default, folder, name, arguments.epochs or epochs, hidden
+        )
+        for name, file in _FILES.items()
+        for epochs, hidden in _TRAININGS.get(name, ((None, 256),))
+        if file is None or (folder / file).exists()
+    }
+
+
+def _by_default(
+    folder: pathlib.Path, name: str, epochs: int | None, hidden: int, seed: int
+) -> Iterator[dict]:
+    """The metrics of each form of a model."""
+    train = _matrix(folder, name)
+    if name == "gowalla":
+        test = sj.read(folder / "test.txt.xz", features=train)
+    else:
+        train, test = train.split(0.8, seed=seed)
+    items = train.num_features
+    sizes = train.num_rows, items, train.num_entries
+    config, _ = sj.NetworkConfig.for_data(*sizes, hidden=(hidden,))
+    model, fitted = _fitted(config, train, seed, epochs)
+    named = {"set": name, **fitted, "hidden": hidden}
+
+    def measured(form: str, model: Any = model) -> dict:
+        named["form"] = form
+        return named | _scores(model, train, test, _METRICS, k=20)
+
+    yield measured("default")
     output: Any = model.output
     bias = output.bias[...]
+    counts = np.bincount(train.matrix.indices, minlength=len(bias))
+    excess = jnp.asarray(np.log(np.maximum(counts, 1)), bias.dtype)
     for penalty in _PENALTIES if seed == 0 else ():
-        less = np.pad(excess, (0, len(bias) - len(excess)))
-        output.bias.set_value(bias - penalty * jax.numpy.asarray(less, bias.dtype))
-        measured(f"penalty {penalty}")
+        output.bias.set_value(bias - penalty * excess)
+        yield measured(f"penalty {penalty}")
     output.bias.set_value(bias)
     if config.linear is not None:
         scale = output.linear.scale[...]
         output.linear.scale.set_value(scale * 0)
-        measured("layers alone")
+        yield measured("layers alone")
         output.linear.scale.set_value(scale)
         output.kernel.set_value(output.kernel[...] * 0)
         output.bias.set_value(bias * 0)
-        measured("linear part alone")
-    if train.num_features <= _EASE_ITEMS:
+        yield measured("linear part alone")
+    if items <= _EASE_ITEMS:
+        yield measured("EASE", sj.baselines.ease(train))
+
+
+# settings
+
+
+def _settings(arguments: argparse.Namespace) -> Trials:
+    """The defaults with three seeds, then one departure from them at a time."""
+    departures = [{name: v} for name, values in _VALUES.items() for v in values]
+    others = [d for d in departures if not d.items() <= _DEFAULTS.items()]
+    return {
+        f"{name} {' '.join(f'{k} {v}' for k, v in departure.items())}": (
+            functools.partial(_with_setting, arguments.data, name, departure)
+        )
+        for departure in ({}, *others)
+        for name in _EPOCHS
+    }
+
+
+def _with_setting(
+    folder: pathlib.Path, name: str, departure: dict[str, Any], seed: int
+) -> Iterator[dict]:
+    """The curve of the validation metric."""
+    if seed >= (1 if departure else 3):
+        return
+    data = _matrix(folder, name)
+    train, heldout = data.split(0.8, seed=0)
+    setting = _DEFAULTS | departure
+    config = sj.NetworkConfig.autoencoder(
+        (setting["hidden"],),
+        temperature=setting["temperature"],
+        corruption=setting["corruption"],
+    )
+    size = data.num_features
+    model = sj.FeedForward(config, inputs=size, outputs=size, rngs=nnx.Rngs(seed))
+    optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-3))
+    how = {"num_epochs": _EPOCHS[name], "validation": heldout, "seed": seed}
+    history = sj.fit(model, optimizer, train, **how)
+    curve = [round(entry["ndcg@20"], 5) for entry in history]
+    best = int(np.argmax(curve))
+    yield {
+        "data": name,
+        **setting,
+        "best_epoch": best + 1,
+        "best_ndcg@20": curve[best],
+        "recall@20_there": round(history[best]["recall@20"], 5),
+        "ndcg@20": curve,
+    }
+
+
+def _plot(results: list[dict]) -> None:
+    """Four panels: each setting, and the epochs of the defaults."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "settings", "svg.fonttype": "none"}
+    from matplotlib import pyplot
+
+    first = [r for r in results if r["seed"] == 0]
+    figure, axes = pyplot.subplots(2, 2, figsize=(9, 6.5), constrained_layout=True)
+    for axis, (name, values) in zip(axes.flat, _VALUES.items(), strict=False):
+        others = {k: v for k, v in _DEFAULTS.items() if k != name}.items()
+        for data in _EPOCHS:
+            scores = {
+                values.index(r[name]): r["best_ndcg@20"]
+                for r in first
+                if r["data"] == data and others <= r.items()
+            }
+            places, best = sorted(scores), max(scores.values())
+            axis.plot(
+                places, [scores[p] / best for p in places], marker="o", label=data
+            )
+        labels = ["dot" if v is None else f"{v:g}" for v in values]
+        axis.set_xticks(range(len(values)), labels)
+        axis.set(xlabel=name, ylabel="best nDCG@20, of the largest")
+        axis.grid(alpha=0.3)
+    axis = axes.flat[-1]
+    plain = [r for r in first if all(r[k] == v for k, v in _DEFAULTS.items())]
+    curves = {r["data"]: r["ndcg@20"] for r in plain}
+    for data, curve in ((data, curves[data]) for data in _EPOCHS):
+        epochs = range(1, len(curve) + 1)
+        axis.plot(epochs, [v / max(curve) for v in curve], label=data)
+    axis.set(xscale="log", xlabel="epochs, with the defaults")
+    axis.set(ylabel="nDCG@20, of the largest", ylim=(0.6, 1.02))
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(_PLOT, metadata={"Date": None})
+
+
+# histories
+
+
+def _history_config(train: Any, name: str, dtype: str | None = None, **more) -> Any:
+    document = {"version": 1, "model": name} | more
+    document |= {} if dtype is None else {"dtype": dtype}
+    return sj.sequence.SequenceConfig.from_json(document).suited_to(train)
+
+
+def _histories(arguments: argparse.Namespace) -> Trials:
+    data = sj.read_sequences(arguments.data / _FILES["beauty"])
+    before, test = data.split_last()
+
+    def trial(variant: tuple, seed: int) -> Iterator[dict]:
+        name, negatives, sampler, on_all, dtype = variant
+        train = before if on_all else before.split_last().train
+        more = {"negatives": negatives, "sampler": sampler}
+        config = _history_config(train, name, dtype, **more)
+        model, fitted = _fitted(config, train, seed, arguments.epochs)
+        result = dict(zip(_NAMES, variant, strict=True)) | fitted
+        metrics = f"recall@{_K}", f"ndcg@{_K}"
+        for form, exclude in (("left out", before), ("kept", None)):
+            options = {"k": _K, "exclude": exclude, "popularity": None}
+            found = _scores(model, before, test, metrics, **options)
+            result[f"test, seen {form}"] = [*found.values()]
+        yield result
+
+    return {
+        " ".join(map(str, variant)): functools.partial(trial, variant)
+        for variant in _HISTORIES
+    }
+
+
+def _places(arguments: argparse.Namespace) -> Trials:
+    """HSTU with histories of several lengths; all others is the recipe."""
+    text = lzma.decompress((arguments.data / _FILES["ml-20m-1024"]).read_bytes())
+    # A time follows its item after a comma. They are too large for float32 values.
+    events = [
+        (user, *event.split(","))
+        for user, entries in map(str.split, text.decode().splitlines())
+        for event in entries.split(":")
+    ]
+    users, items, times = zip(*events, strict=True)
+    table = {"user": users, "item": items, "time": np.array(times, float)}
+    before, test = sj.read_sequences(pa.table(table)).split_last()
+    few = before.row_names[np.diff(before.indptr) < _FEW]
+
+    def trial(places: int, dtype: Any, seed: int) -> Iterator[dict]:
+        config = sj.HSTUConfig(max_length=places, divisor=50, dtype=dtype)
+        model, fitted = _fitted(config, before, seed, arguments.epochs)
+        result: dict[str, Any] = {"places": places, "dtype": dtype, **fitted}
+        for name, names in (("all", before.row_names), ("few", few)):
+            shown, wanted = before.align_rows(names), test.align_rows(names)
+            options = {"k": _K, "exclude": shown, "popularity": None}
+            metrics = f"recall@{_K}", f"ndcg@{_K}"
+            found = _scores(model, shown, wanted, metrics, **options)
+            result[name] = [*found.values()]
+        yield result
+
+    return {
+        f"{places} {dtype}": functools.partial(trial, places, dtype)
+        for dtype in ("float32", "bfloat16")
+        for places in (50, 200, 1000, 2600)
+    }
+
+
+# content
+
+
+def _content(arguments: argparse.Namespace) -> Trials:
+    folder = arguments.data
+    data = sj.read_sequences(folder / _FILES["beauty"])
+    features = sj.read_item_features(folder / "Beauty_item2attributes.json.xz")
+    before, test = data.split_last()
+    parts: Any = before, test, *before.split_last()
+    dtype = "bfloat16" if jax.default_backend() == "gpu" else None
+
+    def trial(name: str, form: str, seed: int) -> Iterator[dict]:
+        given, config = parts, sj.NetworkConfig.autoencoder((256,))
+        if name == "autoencoder":
+            given = tuple(part.to_sparse() for part in parts)
+        else:
+            config = _history_config(parts[2], name, dtype)
+        tags = features if form == "tags" else None
+        model, fitted = _fitted(config, given[2], seed, arguments.epochs, tags)
+        named = {"model": name, "form": form}
+        yield named | fitted | _by_entries(model, given)
+        if tags is not None and name != "autoencoder":
+            ranked = sj.sequence.WithNeighbours(model)
+            named["form"] = "tags and neighbours"
+            yield named | _by_entries(ranked, given)
+
+    return {
+        f"{name} {form}": functools.partial(trial, name, form)
+        for name in ("hstu", "sasrec", "autoencoder")
+        for form in ("ids", "tags")
+    }
+
+
+def _by_entries(model: Any, parts: tuple) -> dict[str, float]:
+    """Figures of the last items by their entries, and of the last but one in all."""
+    shown, wanted, known, chosen = parts
+    found = sj.evaluate(
+        model, shown, wanted, k=_K, exclude=shown, popularity=known, by="entries"
+    )
+    kept = (f"recall@{_K}", f"ndcg@{_K}", f"share@{_K}", f"coverage@{_K}", "entries[")
+    result = {k: round(v, 5) for k, v in found.items() if k.startswith(kept)}
+    options = {"k": _K, "exclude": known, "popularity": None}
+    other = _scores(model, known, chosen, (f"recall@{_K}", f"ndcg@{_K}"), **options)
+    return result | {f"validation {name}": each for name, each in other.items()}
+
+
+def _steps(arguments: argparse.Namespace) -> Trials:
+    def trial(seed: int) -> Iterator[dict]:
+        if seed == 0:
+            yield from _step(arguments.content, arguments.items)
+
+    return {arguments.content: trial}
+
+
+def _step(kind: str, items: int) -> Iterator[dict]:
+    rng = np.random.default_rng(0)
+    tags = vectors = sizes = content = None
+    if kind == "vectors":
+        some = rng.standard_normal((10_000, _VECTORS)) / _VECTORS**0.5
+        vectors = np.resize(some.astype(np.float16), (items, _VECTORS))
+    if kind == "tags":
+        columns = rng.integers(0, _KINDS, (items, _TAGS), np.int32)
+        columns.sort(axis=1)
+        ends = np.arange(items + 1, dtype=np.int64) * _TAGS
+        ones = np.ones(columns.size, np.float32)
+        tags = scipy.sparse.csr_array((ones, columns.ravel(), ends), (items, _KINDS))
+    if kind != "none":
+        sizes = sj.nn.ContentSizes.of(tags, vectors)
+    shape = {"max_length": _LENGTH, "width": _WIDTH, "blocks": 2, "dropout": 0.2}
+    config = sj.SASRecConfig(**shape, temperature=None, dtype="bfloat16")
+    model = sj.sequence.SASRec(config, items=items, content=sizes, rngs=nnx.Rngs(0))
+    if sizes is not None:
+        content = cast(Any, model.output.content)
+        content.set_to(tags, vectors)
+        content.set_entries(rng.integers(1, 50, items))
+    held = sum(v[...].nbytes for _, v in nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    given = 0 if vectors is None else vectors.nbytes
+    given += 0 if tags is None else 8 * tags.nnz
+    del tags, vectors
+    optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-3))
+    histories = jnp.asarray(rng.integers(0, items, (_BATCH, _LENGTH + 1)), jnp.int32)
+    for form in ("stored",) if content is None else ("parts", "stored"):
+        if content is not None:
+            content.by_parts = form == "parts"
+        yield {
+            "content": kind,
+            "form": form,
+            "items": items,
+            **_timed(model, optimizer, histories),
+            "content_bytes": given,
+            "parameter_bytes": held,
+        }
+
+
+def _timed(model: Any, optimizer: Any, histories: jax.Array) -> dict:
+    """Times of steps, and the most memory that the process has had until then."""
+
+    @sj.jit
+    def step(model, optimizer, histories):
+        loss, grads = optimizer.value_and_grad(
+            lambda m: m.loss(histories, max_targets=_BATCH * _LENGTH)
+        )(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, histories)) for _ in range(3)]
+    times = []
+    for _ in range(30):
         start = time.perf_counter()
-        found = sj.evaluate(sj.baselines.ease(train), train, test, k=20)
-        result["EASE"] = [float(found[m]) for m in _METRICS]
-        result["EASE, s"] = time.perf_counter() - start
-    return result
+        step(model, optimizer, histories).block_until_ready()
+        times.append(time.perf_counter() - start)
+    stats = jax.devices()[0].memory_stats() or {}
+    return {
+        "milliseconds": round(1e3 * min(times), 2),
+        "median_milliseconds": round(1e3 * statistics.median(times), 2),
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+        "losses": [round(x, 3) for x in losses],
+    }
 
 
-def load(folder: pathlib.Path, name: str, seed: int):
-    import sparsejax as sj
-
-    if name == "gowalla":
-        train = sj.read(folder / "train.txt.xz")
-        return train, sj.read(folder / "test.txt.xz", features=train)
-    file = _FILES[name]
-    if file is None:
-        data = sj.datasets.msweb().train
-    else:
-        data = sj.read(folder / file).without_values()  # times, in one file
-    parts = data.split(0.8, seed=seed)
-    return parts.train, parts.heldout
+# The trials of each action, and the names that set its results apart.
+_ACTIONS: dict[str, tuple] = {
+    "defaults": (_defaults, "set", "epochs", "hidden", "form"),
+    "settings": (_settings, "data", *_DEFAULTS),
+    "histories": (_histories, *_NAMES),
+    "places": (_places, "places", "dtype"),
+    "content": (_content, "model", "form"),
+    "step": (_steps, "content", "form", "items"),
+}
 
 
 if __name__ == "__main__":

@@ -85,57 +85,6 @@ def command(
             run_parts(script, wanted, output, arguments.commit, together=together)
 
 
-def training_command(
-    parser: argparse.ArgumentParser,
-    script: str,
-    measures: Mapping[str, Callable[[argparse.Namespace], Iterator[tuple[dict, dict]]]],
-    shows: Mapping[str, Callable[[dict], None]],
-    *,
-    results: str | None = None,
-    data: str = "FOLDER",
-    without_data: Sequence[str] = (),
-) -> None:
-    """The command line of a benchmark that trains on data of the user.
-
-    Args:
-      parser: has the benchmark's own flags.
-      script: the file.
-      measures: actions that measure. Each yields all that the report has up to now besides
-        its origin, and a line to print. The report is written anew each time, so that an
-        interrupted run leaves something. With several actions, each has a section of it.
-      shows: actions that are called with the committed report.
-      results: the name of the report; by default that of the script.
-      data: what `--data` is.
-      without_data: the measuring actions that can do without.
-    """
-    path = pathlib.Path(script)
-    committed = RESULTS / f"{results or path.stem}.json"
-    parser.add_argument("action", choices=[*measures, *shows])
-    parser.add_argument("--data", type=pathlib.Path, metavar=data)
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=pathlib.Path, default=committed)
-    arguments = parser.parse_args()
-    action, output = arguments.action, arguments.output
-    if action in shows:
-        shows[action](json.loads(committed.read_text()))
-        return
-    if arguments.data is None and action not in without_data:
-        parser.error(f"{action} needs --data {data}")
-    for found, line in measures[action](arguments):
-        report = {
-            "date": datetime.date.today().isoformat(),
-            "commit": arguments.commit,
-            "command": f"python benchmarks/{path.name} {action}",
-            "versions": found.get("versions") or versions(),
-            **found,
-        }
-        if len(measures) > 1:
-            old = json.loads(output.read_text()) if output.exists() else {}
-            report = old | {action: report}
-        output.write_text(json.dumps(report, indent=1) + "\n")
-        print(json.dumps(line), flush=True)
-
-
 def versions() -> dict[str, str]:
     """The versions of libraries that this process has imported, and its device."""
     loaded = {name: sys.modules[name] for name in _LIBRARIES if name in sys.modules}
@@ -319,15 +268,7 @@ def print_results(report: Mapping) -> None:
 
 
 def print_means(report: Mapping, *names: str) -> None:
-    """Prints means over the results that have equal values of some names.
-
-    A report with several sections, such as `training_command` writes, has a table for each.
-    """
-    if "results" not in report:
-        for section, part in report.items():
-            print(f"# {section}\n")
-            print_means(part, *names)
-        return
+    """Prints means over the results that have equal values of some names."""
     rows: list[list[object]] = []
     keys = [n for n in names if any(n in r for r in report["results"])]
     flat = [(r, _numbers(r)) for r in report["results"]]
