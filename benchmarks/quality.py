@@ -251,7 +251,7 @@ def _with_setting(
         return
     data = _matrix(folder, name)
     train, heldout = data.split(0.8, seed=0)
-    setting = _DEFAULTS | departure
+    setting: dict[str, Any] = _DEFAULTS | departure
     config = sj.NetworkConfig.autoencoder(
         (setting["hidden"],),
         temperature=setting["temperature"],
