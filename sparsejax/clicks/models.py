@@ -426,7 +426,7 @@ class DIN(_HistoryModel[DINConfig]):
 
     def _pooled(self, unit, name, candidate, rows):
         weights = _attention(unit, rows[name], candidate)
-        return (weights[..., None] * rows[name]).sum(1, dtype=jnp.float32)
+        return _summed(rows[name], weights, axis=1)
 
 
 def _attention(layers: Layers, history: jax.Array, candidate: jax.Array) -> jax.Array:
@@ -455,11 +455,25 @@ def _attention(layers: Layers, history: jax.Array, candidate: jax.Array) -> jax.
     for layer in others[:-1]:
         x = layer(relu(x))
     for layer in others[-1:]:
-        # A GPU multiplies a matrix by one column faster as a sum.
-        column = layer.kernel[...].astype(x.dtype)[None, None, :, 0]
-        x = (relu(x) * column).sum(-1, keepdims=True, dtype=jnp.float32)
-        x = with_bias(layer, x.astype(column.dtype))
+        scores = _summed(relu(x), layer.kernel[...].astype(x.dtype)[:, 0], axis=2)
+        x = with_bias(layer, scores.astype(x.dtype)[..., None])
     return x[..., 0]
+
+
+def _summed(
+    x: Float[Array, "batch length columns"], weights: jax.Array, axis: int
+) -> jax.Array:
+    """Sums `x` over an axis in float32, with a weight for each column or for each place."""
+    formula = "btc,c->bt" if axis == 2 else "btc,bt->bc"
+
+    def as_product(x, weights):
+        return jnp.einsum(formula, x, weights, preferred_element_type=jnp.float32)
+
+    def as_sum(x, weights):  # A GPU multiplies a matrix by one column faster so.
+        weights = weights[None, None] if axis == 2 else weights[..., None]
+        return (x * weights).sum(axis, dtype=jnp.float32)
+
+    return jax.lax.platform_dependent(x, weights, cpu=as_product, default=as_sum)
 
 
 class TIN(_HistoryModel[TINConfig]):
