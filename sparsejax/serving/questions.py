@@ -55,8 +55,9 @@ from sparsejax.serving.protocol import (
 _INTEGERS = {name for name, kind in NUMBERS.items() if np.dtype(kind).kind in "iu"}
 _REALS = NUMBERS.keys() - {"BOOL"}
 _STRANGERS = "unknown_users"  # name of an output
-# Score at ranks without an item, in an answer whose rows have one length.
-_NO_SCORE = np.finfo(np.float32).min
+# Score and value at ranks without an item, in an answer whose rows have one length. JSON has no
+# -inf; the value is that of `Recommendations`.
+_PADDING = np.finfo(np.float32).min, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +191,8 @@ class _Ranked:
         lengths = is_item.sum(axis=1, dtype=np.int32)
         if question.padded:
             shape = ids.shape
-            figures = [np.where(is_item, x, _NO_SCORE).ravel() for x in figures]
+            pairs = zip(figures, _PADDING, strict=False)
+            figures = [np.where(is_item, x, padding).ravel() for x, padding in pairs]
             ids = ids.ravel()
         else:
             if is_item.all():  # the usual case, in a tenth of the time

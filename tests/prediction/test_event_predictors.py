@@ -201,6 +201,7 @@ def test_a_predictor_and_its_service_rank_by_a_label(tmp_path):
     for name in ("scores", "values"):
         x, y = getattr(found, name), getattr(expected, name)
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    row = list(data.row_names).index("u6")
     history = requested(events())[6]
     inputs = [
         tensor("items", "BYTES", [each["item"] for each in history]),
@@ -211,9 +212,19 @@ def test_a_predictor_and_its_service_rank_by_a_label(tmp_path):
     service.load(path)
     with contextlib.closing(service), listening(service) as port:
         asked = {"parameters": {"k": 2, "exclude_seen": False}, "model": "shop"}
-        status, answer = Client(port).infer(*inputs, **asked)
-    assert status == 200, answer
-    row = list(data.row_names).index("u6")
+        client = Client(port)
+        status, answer = client.infer(*inputs, **asked)
+        assert status == 200, answer
+        best = expected.names(data)[row][0]
+        # One item is left, in an answer whose rows have one length.
+        others = [name for name in data.feature_names if name != best]
+        inputs = [each | {"shape": [1, *each["shape"]]} for each in inputs]
+        inputs.append(tensor("exclude", "BYTES", others, [1, len(others)]))
+        status, padded = client.infer(*inputs, **asked)
+    assert status == 200, padded
+    assert padded["items"]["data"] == [best, ""] and padded["lengths"]["data"] == [1]
+    assert padded["scores"]["data"][1] == np.finfo(np.float32).min
+    assert padded["values"]["data"] == [answer["values"]["data"][0], 0]
     assert answer["items"]["data"] == expected.names(data)[row][:2]
     for name in ("scores", "values"):
         wanted = getattr(expected, name)[row, :2]
