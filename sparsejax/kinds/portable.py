@@ -11,7 +11,9 @@ import numpy as np
 from flax import nnx
 
 from sparsejax.data.files.names import FeatureNames, as_names, check_unique
+from sparsejax.data.reading.histories import EVENTS
 from sparsejax.data.reading.sources import features_of
+from sparsejax.data.sets.event_schema import USERS
 from sparsejax.data.sets.item_features import ItemFeatures
 from sparsejax.kinds.content import check_same_sizes, content_of, copied, finish_vectors
 from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
@@ -142,6 +144,17 @@ def _stated_content(model: Any, given: ItemFeatures) -> tuple[NewItems, list[Any
     return stated, [kernel for kernel in kernels if kernel is not None]
 
 
+def stated_columns(known: Any) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The schemas of columns of events and of users, and the names of their categories."""
+    stated, named = {}, {}
+    for what, begin in (("events", EVENTS), ("users", USERS)):
+        if (columns := getattr(known, what)) is not None:
+            stated[what] = columns.schema
+            categories = columns.vocabularies.items()
+            named |= {f"{begin}{name}": some.tolist() for name, some in categories}
+    return stated, named
+
+
 def portable_ranker(model: Any, asked: Write) -> Portable:
     """Exports a `Recommender` that recommends up to `k` items.
 
@@ -181,6 +194,9 @@ def portable_ranker(model: Any, asked: Write) -> Portable:
     if isinstance(names, Requests):
         facts = {"stages": names.stages, "schema": names.schema, "kind": "stages"}
         of_requests |= facts
+        stated, named = stated_columns(names)
+        of_requests |= stated
+        vocabularies |= named
         for name, known in names.vocabularies.items():
             vocabularies[f"{COLUMN}{name}"] = known.tolist()
     model = copied(model)

@@ -52,6 +52,7 @@ from sparsejax.predictors.signature import (
 )
 from sparsejax.sparse import CSR
 
+BESIDE = EVENTS, USERS  # prefixes of the names of vocabularies of columns
 _HOUR = 3600.0  # seconds between the items of an example
 
 
@@ -75,13 +76,10 @@ class Ordered(Items):
         if not reads_histories(features):
             raise ValueError(f"{LABEL} has no input {HISTORIES!r}, which is a list")
         assert isinstance(features, Mapping)
-        shapes = _shapes_in(features)
-        events = _columns_in(signature.events, EVENTS, shapes, vocabularies)
-        users = _columns_in(signature.users, USERS, shapes, vocabularies)
-        columns = EVENTS, USERS
-        own = {n: t for n, t in vocabularies.items() if not n.startswith(columns)}
+        columns = columns_in(signature, features, vocabularies)
+        own = {n: t for n, t in vocabularies.items() if not n.startswith(BESIDE)}
         made: Any = super().of(signature, own)
-        return functools.partial(made, events=events, users=users)
+        return functools.partial(made, **columns)
 
     @property
     def _length(self) -> int:
@@ -183,7 +181,8 @@ class Ordered(Items):
     ) -> Beside | None:
         if self.events is None and self.users is None:
             return super()._columns_of(lists, columns)
-        given, rows = columns or {}, len(lists.indptr) - 1
+        given = {n.removeprefix(EVENTS): each for n, each in (columns or {}).items()}
+        rows = len(lists.indptr) - 1
         wanted = columns_read(self.events, self.users)
         if unknown := [name for name in given if name not in wanted]:
             raise ValueError(
@@ -289,6 +288,20 @@ def _shapes_in(features: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         elif name.startswith((CONTEXT, USERS)):
             found[name] = shape
     return found
+
+
+def columns_in(
+    signature: Signature,
+    features: Mapping[str, Any],
+    vocabularies: Mapping[str, NameTable],
+) -> dict[str, Events | None]:
+    """The columns of events and users that a file has, without rows, as arguments of `Ordered`."""
+    shapes = _shapes_in(features)
+    pairs = ("events", EVENTS), ("users", USERS)
+    return {
+        what: _columns_in(getattr(signature, what), begin, shapes, vocabularies)
+        for what, begin in pairs
+    }
 
 
 def _columns_in(

@@ -287,8 +287,9 @@ class Predictor:
         Args:
           records: a table, a dict of lists or arrays by column name, or a list of one dict per
               row. The column `items` has the names of the items of each row, as `recommend_names`
-              takes them. For a predictor that reads times, `times` has their times. The other
-              columns are `predictor.requests.columns`.
+              takes them. For a predictor that reads times, `times` has their times. Columns of
+              events are lists, too, `events/NAME`; `context/NAME` and `users/NAME` have a cell for
+              each row. The other columns are `predictor.requests.columns`.
           k: number of items for each row. The default and the maximum is the `k` of the export.
           exclude_seen: whether items of a row are excluded from its recommendations.
           exclude_items: names or ids of items to exclude for all rows.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
@@ -17,15 +18,17 @@ import numpy as np
 
 from sparsejax.data.files.name_index import NameTable
 from sparsejax.data.files.names import Names
-from sparsejax.data.reading.histories import HISTORIES, TIMES
+from sparsejax.data.reading.histories import EVENTS, HISTORIES, TIMES, input_name
 from sparsejax.data.reading.sources import Inputs, NamedArray, NamedCSR
 from sparsejax.data.sets.click_columns import ColumnReader
 from sparsejax.data.sets.click_records import cells_of, check_lengths, examples_of
 from sparsejax.data.sets.click_schema import ClickSchema, KeyColumn, vocabularies_of
+from sparsejax.data.sets.event_schema import CONTEXT, USERS
+from sparsejax.data.sets.events import Events
 from sparsejax.data.sets.sequences import Histories
 from sparsejax.engine.rank.denied import denied_items
 from sparsejax.engine.rank.recommendations import Recommendations
-from sparsejax.predictors.histories import Ordered
+from sparsejax.predictors.histories import BESIDE, Ordered, columns_in, columns_read
 from sparsejax.predictors.ranking import Items, NameLists
 from sparsejax.predictors.runtime import Programs, Rows
 from sparsejax.predictors.signature import (
@@ -55,12 +58,16 @@ class Requests:
       stages: conversion of columns to inputs.
       schema: types of the columns, including the history; None if there are none.
       vocabularies: categories of each `VocabularyColumn`.
+      events: event columns that the first stage reads, without rows; None if it reads none.
+      users: user columns that the first stage reads, without rows; None if it reads none.
     """
 
     feature_names: Names
     stages: Stages
     schema: ClickSchema | None
     vocabularies: Mapping[str, Names]
+    events: Events | None = None
+    users: Events | None = None
 
     def __post_init__(self) -> None:
         known = {} if self.schema is None else vocabularies_of(self.schema)
@@ -186,7 +193,8 @@ class Staged(Items):
         cls, signature: Signature, vocabularies: Mapping[str, NameTable]
     ) -> Callable[[Programs], Self]:
         own = {n: table for n, table in vocabularies.items() if n.startswith(COLUMN)}
-        rest = {n: table for n, table in vocabularies.items() if n not in own}
+        beside = {n: table for n, table in vocabularies.items() if n.startswith(BESIDE)}
+        rest = {n: t for n, t in vocabularies.items() if n not in own | beside}
         if signature.stages is None or ITEMS not in rest:
             raise ValueError(f"{LABEL} is not that of two stages with names of items")
         made: Any = super().of(dataclasses.replace(signature, stages=None), rest)
@@ -195,6 +203,7 @@ class Staged(Items):
             stages=signature.stages,
             schema=signature.schema,
             vocabularies={n.removeprefix(COLUMN): t.names for n, t in own.items()},
+            **_columns_of_first(signature, beside),
         )
         wanted = [Array.of(like, name) for name, like in requests.inputs.items()]
         found = [
@@ -204,7 +213,8 @@ class Staged(Items):
             raise ValueError(f"{LABEL} has other inputs than its schema")
         first = features_of(signature.inputs[: -1 - len(wanted)])
         if not isinstance(first, Mapping) or not (
-            first.keys() <= {HISTORIES, TIMES}
+            {n for n in first if not n.startswith((*BESIDE, CONTEXT))}
+            <= {HISTORIES, TIMES}
             if reads_histories(first)
             else first == {INPUTS: made.keywords["num_items"]}
         ):
@@ -218,7 +228,9 @@ class Staged(Items):
         features: Any = features_of(inputs)
         is_ordered = reads_histories(features)
         programs = dataclasses.replace(self.programs, inputs=(*inputs, exclude))
+        columns = {"events": self.requests.events, "users": self.requests.users}
         return (Ordered if is_ordered else Items)(
+            **columns if is_ordered else {},
             programs=programs,
             k=self.k,
             num_features=features if is_ordered else features[INPUTS],
@@ -232,6 +244,12 @@ class Staged(Items):
     def reads_times(self) -> bool:
         return self.first.reads_times
 
+    @functools.cached_property
+    def _of_first(self) -> list[str]:
+        """Names of the columns of the first stage in records and requests."""
+        read = columns_read(self.requests.events, self.requests.users)
+        return [input_name(name) for name in read if name != USERS]
+
     def rows_of_names(
         self,
         histories: NameLists | Sequence[Sequence[str]],
@@ -242,8 +260,13 @@ class Staged(Items):
         """Rows for the first stage, to which the other columns of a request are added, by name."""
         if not isinstance(histories, NameLists):
             histories = NameLists.of(histories)
+        columns = columns or {}
+        if self._of_first:
+            known = {*self._of_first, USERS}
+            options["columns"] = {n: x for n, x in columns.items() if n in known}
+            columns = {n: x for n, x in columns.items() if n not in known}
         (*given, exclude), unknown = self.first.rows_of_names(histories, **options)
-        arrays = self.requests.arrays(columns or {}, histories.lists())
+        arrays = self.requests.arrays(columns, histories.lists())
         return [*given, *arrays.values(), exclude], unknown
 
     def recommend_records(
@@ -251,11 +274,16 @@ class Staged(Items):
     ) -> Recommendations:
         """Recommends the best items to each record."""
         times = ["times"] * self.reads_times
-        found = cells_of(records, [ITEMS, *times, *self.requests.columns]).columns
+        names = [ITEMS, *times, *self._of_first, *self.requests.columns]
+        found = dict(cells_of(records, names).columns)
         lists, *numbers = (
             [cell or [] for cell in found.pop(name).to_pylist()]
             for name in (ITEMS, *times)
         )
+        for name in self._of_first:
+            found[name] = found[name].to_pylist()
+            if name.startswith(EVENTS):
+                found[name] = _of_events(name, found[name], lists)
         options: dict[str, Any] = {"times": numbers[0]} if numbers else {}
         options |= {"exclude_seen": exclude_seen, "columns": found}
         given, _ = self.rows_of_names(lists, **options)
@@ -278,3 +306,24 @@ class Staged(Items):
             for like in self.requests.inputs.values()
         ]
         return [*given, *arrays, exclude]
+
+
+def _columns_of_first(
+    signature: Signature, vocabularies: Mapping[str, NameTable]
+) -> dict[str, Events | None]:
+    """The columns of events and users that the first stage reads, without rows."""
+    features = {
+        each.name or "": each.like for each in signature.inputs if not each.sparse
+    }
+    first = {n: like for n, like in features.items() if not n.startswith(SECOND)}
+    return columns_in(signature, first, vocabularies)
+
+
+def _of_events(name: str, cells: Sequence[Any], lists: Sequence[Any]) -> list[Any]:
+    """The cells of all events, from a list for each row."""
+    cells = [cell or [] for cell in cells]
+    if [*map(len, cells)] != [*map(len, lists)]:
+        raise ValueError(
+            f"{name!r} must be lists with a value for each of a row's items"
+        )
+    return [*itertools.chain(*cells)]

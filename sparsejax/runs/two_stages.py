@@ -13,6 +13,7 @@ import numpy as np
 from sparsejax import metrics
 from sparsejax.data.files.names import Names, quoted, to_arrow
 from sparsejax.data.reading.by_name import ByName, lists_of
+from sparsejax.data.reading.histories import EVENTS
 from sparsejax.data.reading.sources import Inputs, NamedArray
 from sparsejax.data.sets.click_records import examples_of
 from sparsejax.data.sets.click_schema import (
@@ -23,6 +24,7 @@ from sparsejax.data.sets.click_schema import (
     vocabulary_columns,
     with_columns,
 )
+from sparsejax.data.sets.event_schema import CONTEXT, USERS
 from sparsejax.engine.rank.evaluation import Setup, prepared_evaluation
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.kinds.reading import are_baskets, some_rows
@@ -50,7 +52,8 @@ _FIXED = "its fixed value"
 _ITEM_COLUMNS, _USER_COLUMNS = "item_columns", "user_columns"
 _REQUEST_COLUMNS = "request_columns"
 _OF_ITEMS = {_ITEM, _ITEM_COLUMNS, _FIXED}
-# The inputs of a service, which must not be names of columns.
+# The inputs of a service, which must not be names of columns, and their prefixes.
+_BESIDE = EVENTS, CONTEXT, USERS
 _RESERVED = {
     f"{name}{end}"
     for name in ("items", "exclude", "candidates")
@@ -203,25 +206,24 @@ class TwoStage:
         columns.
 
         Raises:
-          NotImplementedError: the first stage reads columns of events.
           ValueError: a column has the name of an input of a service; or `k` exceeds the number of
               candidates.
         """
         self._check_k(asked.k)
-        if clash := sorted(_RESERVED & {*self._requests.columns}):
+        names = self._requests.columns
+        if clash := [n for n in names if n in _RESERVED or n.startswith(_BESIDE)]:
             raise ValueError(
                 f"the ranking model has the columns {clash}, whose names are those of other "
                 "inputs of a service: call them otherwise, and train it again"
             )
-        if self._names is not self._first.known:
-            raise NotImplementedError(
-                "the first stage reads columns of events or users, which predictors of two stages do not "
-                "take yet; rank with recommend"
-            )
         size = self._rows_at_once if asked.batch_size is None else asked.batch_size
         # Files of a run have no times.
         kind, bare = self._kind, [[str(self._names[0])]]
-        data = kind.read_shown(bare, self._reading, self._first)
+        data: Any = self._first.known
+        if self._names is data:
+            data = kind.read_shown(bare, self._reading, self._first)
+        elif data.events is not None and data.events.schema.context:
+            data = data.with_context({})
         model = self._model(kind.shown(self._first.model(), data, None)[0])
         names = self._requests
         export_with_answer(model, asked.path, names=names, k=asked.k, batch_size=size)
@@ -254,6 +256,8 @@ class TwoStage:
             stages=StatedStages(history=history, lengths=lengths, beside=beside),
             schema=schema,
             vocabularies={new: known[old] for new, old in owners.items()},
+            events=getattr(self._first.known, "events", None),
+            users=getattr(self._first.known, "users", None),
         )
 
     @functools.cached_property

@@ -129,7 +129,8 @@ def form_of(
       DataError: the columns of users cannot be read.
       ValueError: the predictor has no names, or cannot use these histories or columns.
     """
-    if user_features is not None and getattr(predictor.model, "users", None) is None:
+    first = getattr(predictor.model, "first", None)
+    if user_features is not None and getattr(first, "users", None) is None:
         raise ValueError(
             f"{user_features}: the model reads no columns of users; leave them out"
         )
@@ -245,7 +246,8 @@ class Lists(_Ranked):
             self._check_histories(histories)
             known = find_names(histories.features, predictor.items)
             self._known = known >= 0  # items of the histories that the model knows
-        self._users: Events | None = getattr(self._model, "users", None)
+        first = self._model.first
+        self._users: Events | None = getattr(first, "users", None)
         self._people: tuple[Events, Places] | None = None
         if user_features is not None:
             found = read_user_features(user_features, self._users)
@@ -267,7 +269,7 @@ class Lists(_Ranked):
             _ = requests.reader  # made now, so that the first request is not delayed
             numbers = set() if requests.schema is None else {*requests.schema.dense}
             kinds |= {n: "FP32" if n in numbers else "BYTES" for n in self._columns}
-        self._events: Events | None = getattr(self._model, "events", None)
+        self._events: Events | None = getattr(first, "events", None)
         self._beside_items = _column_inputs(self._events, self._users)
         kinds |= self._beside_items
         self.inputs = [Tensor(name, kind, (-1,), None) for name, kind in kinds.items()]
@@ -288,12 +290,10 @@ class Lists(_Ranked):
             numbers = _of_items(tensors[self._beside], items)[kept]
             ends = itertools.pairwise(histories.indptr.tolist())
             options[self._beside] = [numbers[a:b] for a, b in ends]
-        if self._beside_items:
-            options["columns"] = _columns_of(
-                self._beside_items, tensors, items, kept, rows
-            )
-        elif self._columns:
-            options["columns"] = self._further_columns(tensors, rows, limits)
+        if self.takes_missing:
+            given = _columns_of(self._beside_items, tensors, items, kept, rows)
+            further = self._further_columns(tensors, rows, limits)
+            options["columns"] = given | further
         for name in self._lists:
             if name in tensors:
                 options[name] = self._further(name, tensors, indptr, limits)
@@ -574,7 +574,7 @@ def _columns_of(
         if of_events and not isinstance(kept, slice):
             is_array = isinstance(cells, np.ndarray)
             cells = cells[kept] if is_array else [*itertools.compress(cells, kept)]
-        found[name.removeprefix(EVENTS)] = cells
+        found[name] = cells
     return found
 
 

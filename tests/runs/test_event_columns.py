@@ -1,5 +1,6 @@
 """Runs and commands of histories whose events have columns."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -16,6 +17,8 @@ from sparsejax.kinds.histories.kind import KIND
 from sparsejax.options.training import Training
 from sparsejax.runs.folders import Folder
 from sparsejax.runs.publishing import Gate, measured
+from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor
+from sparsejax.serving.questions import form_of
 
 SCHEMA = sj.EventSchema(
     kind="action",
@@ -387,8 +390,9 @@ def test_lists_may_have_no_event_and_exclude_by_lists(run):
 
 
 def test_two_stages_read_columns_of_events(run, tmp_path):
-    rows = [{"click": n % 2, "item": f"i{n % 8}"} for n in range(16)]
-    schema = sj.ClickSchema("click", ids={"item": sj.data.VocabularyColumn()})
+    rows = [{"click": n % 2, "item": f"i{n % 8}", "user": "a"} for n in range(16)]
+    ids = {"item": sj.data.VocabularyColumn(), "user": HashedColumn(7)}
+    schema = sj.ClickSchema("click", ids=ids)
     config = sj.WideDeepConfig(dim=2, hidden=(2,))
     ranking = sj.Run.train(
         sj.read_clicks(rows, schema), config=config, num_epochs=1, optimizer="adagrad"
@@ -405,5 +409,50 @@ def test_two_stages_read_columns_of_events(run, tmp_path):
     assert measured["retrieval_ndcg@3"] == pytest.approx(alone["ndcg@3"])
     with pytest.raises(ValueError, match="k is 20, but the first stage finds 3"):
         both.evaluate(later, inputs=shown, exclude_seen=False)
-    with pytest.raises(NotImplementedError, match="; rank with recommend"):
-        both.export(tmp_path / "file", k=3)
+    people = [{"user": f"u{user}", "plan": ["a", "b"][user % 2]} for user in range(24)]
+    known = {"schema": dataclasses.replace(SCHEMA, context=["price"])}
+    first = sj.Run.train(
+        table(), config=CONFIG, user_features=people, num_epochs=1, **known, **HOW
+    )
+    both = sj.TwoStage(first, ranking, candidates=3)
+    both.export(tmp_path / "both.predictor", k=3, batch_size=1)
+    predictor = sj.load_predictor(tmp_path / "both.predictor")
+    how["context"] = {"price": 0.5}
+    expected = both.recommend(["u3"], inputs=later, **how)
+    events = later[later.user == "u3"].assign(price=lambda each: each.price.fillna(0))
+    record: dict[str, Any] = {"items": [*events["item"]]} | {
+        f"events/{name}": [*events[name]] for name in SCHEMA.used
+    }
+    record |= {"context/price": 0.5, "users/plan": "b", "user": "u3"}
+    found = predictor.recommend_records([record], k=3, exclude_seen=False)
+    assert predictor.names(found) == expected.names()
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
+    with pytest.raises(ValueError, match="'events/price' must be lists with a value"):
+        predictor.recommend_records([record | {"events/price": [1]}])
+    tags = [[*each, *[""] * (3 - len(each))] for each in record["events/tags"]]
+    flat = [tag for each in tags for tag in each]
+    tensors = {
+        "items": Tensor("items", "BYTES", (5,), record["items"]),
+        "events/action": Tensor("", "BYTES", (5,), record["events/action"]),
+        "events/price": Tensor("", "FP32", (5,), np.array(record["events/price"])),
+        "events/tags": Tensor("", "BYTES", (5, 3), flat),
+        "context/price": Tensor("", "FP32", (1,), np.array([0.5])),
+        "users/plan": Tensor("", "BYTES", (1,), ["b"]),
+        "user": Tensor("", "BYTES", (1,), ["u3"]),
+    }
+    asked = Asked(None, {"exclude_seen": False}, tensors)
+    question = form_of(predictor).question(asked, Limits())
+    (given, _) = predictor.model.rows_of_names(
+        [record["items"]],
+        exclude_seen=False,
+        columns={
+            name: cells if name.startswith("events/") else [cells]
+            for name, cells in record.items()
+            if name != "items"
+        },
+    )
+    for ours, theirs in zip(question.given, given, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    with pytest.raises(RefusedError, match="the events lack the columns"):
+        del tensors["events/price"]
+        form_of(predictor).question(asked, Limits())

@@ -302,9 +302,10 @@ def test_a_request_of_a_service_equals_the_call_in_python(tmp_path) -> None:
         predictor.recommend_names(["i1"])
     tables = {n: NameTable.of(some) for n, some in predictor.names_in_file.items()}
     first, *others = predictor.signature.inputs
-    renamed = (dataclasses.replace(first, name="events/x"), *others)
-    with pytest.raises(ValueError, match="other inputs of the first stage"):
-        model_of(dataclasses.replace(predictor.signature, inputs=renamed), tables)
+    for name, text in (("x", "inputs of the first"), ("events/x", "than its schemas")):
+        renamed = (dataclasses.replace(first, name=name), *others)
+        with pytest.raises(ValueError, match=f"other .*{text}"):
+            model_of(dataclasses.replace(predictor.signature, inputs=renamed), tables)
     tensors = {
         "items": Tensor("items", "BYTES", (6, 1), ["i1"] * 6),
         "age": Tensor("age", "FP32", (6, 1), np.ones(6, np.float32)),

@@ -20,7 +20,7 @@ from sparsejax.data import (
 )
 from sparsejax.data.files import stored
 from sparsejax.data.files.names import Names, find_names, quoted
-from sparsejax.data.reading.histories import EVENTS, unordered
+from sparsejax.data.reading.histories import unordered
 from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.reading.sources import Inputs, num_columns
 from sparsejax.data.scan import chunk_ends
@@ -30,7 +30,7 @@ from sparsejax.data.sets.click_schema import (
     labels_document,
     vocabulary_columns,
 )
-from sparsejax.data.sets.event_schema import USERS, EventSchema
+from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.data.sets.events import Events, no_events
 from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
 from sparsejax.engine.rank.recommender import Recommender
@@ -173,11 +173,10 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         return found
 
     def portable(self, asked: Write):
-        from sparsejax.kinds.portable import portable_ranker
+        from sparsejax.kinds.portable import portable_ranker, stated_columns
 
         model, names = asked.model, asked.names
         check_history_model(model)
-        known: Any = names
         timed = kind_of(names) is self and has_times(model, names)
         ranker, rank_by = NextItems(model, times=timed), asked.rank_by
         if rank_by is not None:
@@ -192,13 +191,10 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
                 "give names=train, the data that it was trained on"
             )
         check_events(model, names, "names")
-        stated, named = dict(found.stated), dict(found.vocabularies)
-        for what, begin in (("events", EVENTS), ("users", USERS)):
-            if (columns := getattr(known, what)) is not None:
-                stated[what] = columns.schema
-                categories = columns.vocabularies.items()
-                named |= {f"{begin}{name}": some.tolist() for name, some in categories}
-        return found._replace(stated=stated, vocabularies=named)
+        stated, named = stated_columns(names)
+        return found._replace(
+            stated=found.stated | stated, vocabularies={**found.vocabularies, **named}
+        )
 
     def suit_to_memory(self, model, optimizer, data, batch_size) -> None:
         from sparsejax.kinds.histories.footprint import suit_to_memory
