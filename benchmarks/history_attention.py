@@ -5,8 +5,7 @@
 
 Operations are those of the pairs that count: two products forward, five backward. Results
 of some histories are checked against float64 before they are timed. A part is an
-implementation, its biases and histories; each is a process. They compile at the same time,
-then measure one after the other.
+implementation, its biases and histories; each is a process.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
-from report import command, wait_for_turn
-from timing import time_jax, time_kernels, time_torch
+from report import command, largest
+from timing import relative_error, time_jax, time_kernels, time_torch
 
 _TOKENS, _HEADS, _DIM = 65_536, 4, 64
 _BATCHES = 2  # draws of lengths
@@ -154,11 +153,8 @@ def error_of(found, data, which: str) -> float:
             ]
         wanted += exact
         given += [np.asarray(a[own, heads], np.float64) for a in found]
-    off = [
-        np.linalg.norm(a - b) / np.linalg.norm(b)
-        for a, b in zip(given, wanted, strict=True)
-    ]
-    return float(max(off, default=0.0))
+    pairs = zip(given, wanted, strict=True)
+    return max(relative_error(a, b, 2e-2) for a, b in pairs)
 
 
 def _measure_jax(
@@ -203,7 +199,7 @@ def _measure_jax(
 
         return jax.vjp(of, q, k, v, place, time)[1](dy)
 
-    runs = []
+    done = np.median([operations(each[4]) for each in data])
     for name, function, products in (
         ("forward", forward, 2),
         ("backward", backward, 5),
@@ -211,20 +207,13 @@ def _measure_jax(
         run = jax.jit(function)
         found = run(*inputs[0])
         error = error_of(found[:3] if name == "backward" else [found], data[0], name)
-        if not error < 2e-2:
-            raise ValueError(f"relative error {error}")
-        runs.append((name, run, products, error))
-    wait_for_turn()
-    for name, run, products, error in runs:
         programs = time_kernels(
             lambda i: jax.block_until_ready(run(*inputs[i % _BATCHES])),  # noqa: B023
             4 * _BATCHES,
         )
-        time = sum(programs.values())
-        done = np.median([products * operations(d[4]) for d in data])
-        result = _result(workload, biased, implementation, name, time, done, error)
-        largest = sorted(programs.items(), key=lambda item: -item[1])[:5]
-        yield result | {"programs": {n[:60]: round(each, 1) for n, each in largest}}
+        work = sum(programs.values()), products * done
+        result = _result(workload, biased, implementation, name, *work, error)
+        yield result | {"programs": largest(programs, 5)}
 
 
 def _measure_cudnn(workload, inputs, data):
@@ -243,8 +232,6 @@ def _measure_cudnn(workload, inputs, data):
 
     done = operations(data[0][4])
     runs = jax.jit(forward), jax.jit(both)
-    jax.block_until_ready([run(*inputs[0]) for run in runs])
-    wait_for_turn()
     first, whole = (time_jax(run, inputs).kernel for run in runs)
     for name, time, products in (("forward", first, 2), ("backward", whole - first, 5)):
         yield _result(workload, False, "cudnn, softmax", name, time, products * done)
@@ -292,10 +279,6 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
         torch.autograd.grad(y, [*arguments[:3], *arguments[5:]], arguments[3])
 
     done = operations(make(workload, 0)[4])
-    for arguments in inputs:
-        both(*arguments)
-        forward(*arguments)
-    wait_for_turn()
     first, whole = (time_torch(run, inputs).kernel for run in (forward, both))
     yield _result(workload, True, "torch", "forward", first, 2 * done)
     yield _result(workload, True, "torch", "backward", whole - first, 5 * done)
@@ -315,4 +298,4 @@ def _result(workload, biased, implementation, name, time, done, error=None) -> d
 
 if __name__ == "__main__":
     parts = {part: {} for part in PARTS}
-    command(__doc__, __file__, parts, _measure, together=True)
+    command(__doc__, __file__, parts, _measure)

@@ -28,7 +28,14 @@ from typing import Any
 
 import numpy as np
 from report import command, reported
-from timing import measure_jax, measure_torch, time_jax, time_torch
+from timing import (
+    measure_jax,
+    measure_torch,
+    on_host,
+    relative_error,
+    time_jax,
+    time_torch,
+)
 from workloads import BIG, ML20M, ML20M_256, OUTPUTS, WORKLOADS, Workload, make_rows
 
 _STACK = 16  # steps whose entries are sorted at once
@@ -108,22 +115,6 @@ def _csr(batch: tuple[np.ndarray, np.ndarray], num_cols: int):
     return CSR(None, *map(jnp.asarray, batch), num_cols=num_cols)
 
 
-def _host(array) -> np.ndarray:
-    """An array of either library in float64."""
-    if hasattr(array, "detach"):
-        array = array.detach().double().cpu().numpy()
-    return np.asarray(array, np.float64)
-
-
-def _error(found, expected: np.ndarray, limit: float) -> float:
-    """The relative error, below a limit."""
-    off = np.linalg.norm(_host(found) - expected)
-    error = float(off / np.linalg.norm(expected))
-    if not error < limit:
-        raise ValueError(f"relative error {error}")
-    return error
-
-
 # gather_matmul
 
 
@@ -138,7 +129,7 @@ def _product(workload: Workload, dtype: str, w: np.ndarray) -> tuple[dict, Calla
     single = dtype == "float32"
     moved = workload.bytes_moved(4 if single else 2)
     names = {"workload": workload.name, "dtype": dtype, "bytes": moved}
-    return names, lambda y: _error(y[some], expected, 1e-5 if single else 1e-2)
+    return names, lambda y: relative_error(y[some], expected, 1e-5 if single else 1e-2)
 
 
 def _gather_in_jax(workload: Workload) -> Iterator[Trial]:
@@ -202,8 +193,8 @@ def _touched(workload: Workload):
         """A gradient is dense, or has ids and values."""
         place, values = some, found
         if isinstance(found, tuple):
-            place, values = np.searchsorted(_host(found[0]), some), found[1]
-        return _error(values[place], expected, 1e-5)
+            place, values = np.searchsorted(on_host(found[0]), some), found[1]
+        return relative_error(values[place], expected, 1e-5)
 
     return dys, some, expected, check
 
@@ -260,7 +251,7 @@ def _gradients_in_jax(workload: Workload) -> Iterator[Trial]:
     def check_step(moved) -> float:
         move = -_RATE * expected / np.sqrt(expected**2 + _EPS)
         # The difference of two weights has few digits.
-        return _error(moved[some], move, 1e-4)
+        return relative_error(moved[some], move, 1e-4)
 
     names = names | {"task": "step"}
     yield Trial(names, [(stack, w)], candidates, check_step, measure=_per_step)
@@ -461,7 +452,7 @@ def _loss_trial(workload: Workload, loss: str, inputs: list, candidates: dict) -
         slopes = 1 / (1 + np.exp(-scores)) if loss == "sigmoid" else scores
     want = ((slopes - labels).astype(np.float32) @ kernel).astype(np.float64)
     names = {"workload": workload.name, "loss": loss}
-    check = lambda found: _error(found[1][0][:_ROWS_OF_OUTPUT], want, 2e-2)
+    check = lambda found: relative_error(found[1][0][:_ROWS_OF_OUTPUT], want, 2e-2)
     return Trial(names, inputs, candidates, check)
 
 
@@ -549,7 +540,7 @@ def _best_trial(workload: Workload, inputs: list, candidates: dict) -> Trial:
 
     def check(found) -> None:
         """Raises ValueError if a row's best are not these, but for ties by rounding."""
-        ids, got = (_host(x[:_ROWS_OF_OUTPUT]) for x in found)
+        ids, got = (on_host(x[:_ROWS_OF_OUTPUT]) for x in found)
         chosen = np.take_along_axis(allowed, ids.astype(int), axis=1)
         if any(len(set(row.tolist())) != _K for row in ids):
             raise ValueError("an item comes twice")
@@ -623,12 +614,12 @@ def _classes_trial(shape: tuple, inputs: tuple, candidates: dict, xp: Any) -> Tr
     dh = (slopes @ kernel - kernel[chosen]) / len(h)
     slopes = xp.exp(h @ kernel[chosen].T - lse[:, None])
     slopes = slopes - 1.0 * (targets[:, None] == chosen[None])
-    exact = _host(dh), _host(slopes.T @ h / len(h))
+    exact = on_host(dh), on_host(slopes.T @ h / len(h))
 
     def check(found) -> list[float]:
         some = found[1][0][:_CHECKED], found[1][1][chosen]
         pairs = zip(some, exact, strict=True)
-        return [round(_error(a, b, 0.5), 5) for a, b in pairs]
+        return [round(relative_error(a, b, 0.5), 5) for a, b in pairs]
 
     names = {"shape": " x ".join(f"{n:,}" for n in shape), "dtype": dtype}
     return Trial(names, [inputs], candidates, check)

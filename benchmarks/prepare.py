@@ -5,10 +5,9 @@
 It makes events in a folder (text users and items, integer times; the popularity of items falls
 as in a shop), prepares them in a process of its own, and writes `results/prepare.json`, or the
 file of `--output`. With `--folder` the events stay there for the next time. Seconds of a core
-are the processor's, of all threads; peak memory is the whole process's (VmHWM); peak disk
-counts the engine's temporary files and its results, without the events, each second. The load
-average says how busy the machine was with other work. Under `taskset` the engine takes as many
-threads as it has cores.
+are the processor's, of all threads; peak memory is the whole process's (VmHWM). The load average
+says how busy the machine was with other work. Under `taskset` the engine takes as many threads
+as it has cores.
 """
 
 from __future__ import annotations
@@ -53,7 +52,9 @@ def main() -> None:
         if not source.exists():
             make_events(source, arguments.events)
         load = os.getloadavg()[0]
-        result = watched(source, arguments.memory)
+        # In a process of its own, whose memory is that of `prepare` alone.
+        words = [sys.executable, __file__, "time", str(source), arguments.memory]
+        result = json.loads(subprocess.check_output(words))
         size = source.stat().st_size
         load = [load, os.getloadavg()[0]]
     report = {
@@ -91,31 +92,6 @@ def make_events(path: pathlib.Path, count: int) -> None:
 def _named(prefix: str, numbers: np.ndarray) -> pa.Array:
     texts = pa.array(numbers).cast(pa.string())
     return pc.call_function("binary_join_element_wise", [pa.scalar(prefix), texts, ""])
-
-
-def watched(source: pathlib.Path, memory: str) -> dict[str, Any]:
-    """The results of `timed` in another process, and the peak of its files."""
-    command = [sys.executable, __file__, "time", str(source), memory]
-    peak = 0
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        while process.poll() is None:
-            time.sleep(1)
-            peak = max(peak, _disk_bytes(source.parent, but=source))
-        assert process.stdout is not None
-        result = process.stdout.read()
-    if process.returncode:
-        raise SystemExit(process.returncode)
-    return json.loads(result) | {"peak_disk_bytes": peak}
-
-
-def _disk_bytes(folder: pathlib.Path, but: pathlib.Path) -> int:
-    """What the files below a folder take on disk, without one of them."""
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # the engine removes its files
-            if path.is_file() and path != but:
-                total += path.stat().st_blocks * 512
-    return total
 
 
 def timed(path: str, memory: str) -> dict[str, Any]:

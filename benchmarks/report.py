@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import fcntl
 import fnmatch
 import importlib.metadata
 import json
@@ -14,8 +13,6 @@ import pathlib
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _HERE = pathlib.Path(__file__).resolve().parent
@@ -27,10 +24,6 @@ COPY_BYTES_PER_SECOND = 4.3e12
 
 _COLUMNS = 12  # with more numbers than these, each has a row of a table
 _LIBRARIES = "jax", "optax", "torch", "cupy", "fbgemm_gpu", "duckdb", "pyarrow"
-# Names the folder where parts that compile at the same time wait for their turns.
-_TURNS = "BENCHMARK_TURNS"
-# After so many seconds parts measure, even if one of them still compiles.
-_COMPILING = 150
 
 
 def command(
@@ -40,7 +33,6 @@ def command(
     measure: Callable[..., Iterable[dict]],
     write_table: Callable[[dict], None] | None = None,
     *,
-    together: bool = False,
     by_operation: bool = False,
 ) -> None:
     """The command line of a benchmark: `run`, `table`, and its parts one by one.
@@ -51,7 +43,6 @@ def command(
       parts: see `run_parts`.
       measure: function that yields the results of a part; each gets `versions`.
       write_table: called with the committed report; by default `print_results`.
-      together: see `run_parts`.
       by_operation: whether results have the names of operations, which parts begin with.
     """
     files: dict[pathlib.Path, dict[str, Mapping[str, str]]] = {}
@@ -82,7 +73,7 @@ def command(
         }
         if wanted:
             output = arguments.output or results
-            run_parts(script, wanted, output, arguments.commit, together=together)
+            run_parts(script, wanted, output, arguments.commit)
 
 
 def versions() -> dict[str, str]:
@@ -141,8 +132,6 @@ def run_parts(
     parts: Mapping[str, Mapping[str, str]],
     output: pathlib.Path,
     commit: str,
-    *,
-    together: bool = False,
 ) -> None:
     """Runs `script PART` for each part and collects what they emit.
 
@@ -150,82 +139,41 @@ def run_parts(
     process.
 
     Args:
+      script: the file.
       parts: the environment variables of each.
       output: written anew after each part, so that an interrupted run leaves something. Results
         in it that name another part than these ("of_part") are kept.
-      together: as many parts as there are processors compile at the same time. Each calls
-        `wait_for_turn` before it measures.
+      commit: name of the commit, for the report.
     """
     results, versions = [], {}
     if output.exists():
         old = json.loads(output.read_text()).get("results", [])
         results = [r for r in old if r.get("of_part", "") not in ("", *parts)]
     today = {"date": datetime.date.today().isoformat(), "commit": commit}
-    names, size = list(parts), len(os.sched_getaffinity(0)) if together else 1
-    for first in range(0, len(names), size):
-        group = {part: parts[part] for part in names[first : first + size]}
-        for part, code, found in _run_group(script, group):
-            for line in found.splitlines():
-                if line.startswith("RESULT "):
-                    result = json.loads(line.removeprefix("RESULT "))
-                    versions |= result.pop("versions")
-                    results.append(result | (today if "of_part" in result else {}))
-            if code:
-                print(f"part {part} ended with code {code}", file=sys.stderr)
-            report = {
-                **today,
-                "command": f"python benchmarks/{pathlib.Path(script).name} run",
-                "versions": versions,
-                "ceiling_bytes_per_second": COPY_BYTES_PER_SECOND,
-                "results": results,
-            }
-            output.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _run_group(
-    script: str, parts: Mapping[str, Mapping[str, str]]
-) -> Iterator[tuple[str, int, str]]:
-    """Parts that run at the same time, their codes and outputs, as they end."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        turns = {_TURNS: name} if len(parts) > 1 else {}
-        running = {}
-        for part, environment in parts.items():
-            preallocate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-            with (folder / part).open("w") as file:
-                running[part] = subprocess.Popen(
-                    [sys.executable, script, part],
-                    env={**os.environ, **preallocate, **turns, **environment},
-                    stdout=file,
-                )
-        begun = time.monotonic()
-        while running:
-            time.sleep(0.1)
-            late = time.monotonic() - begun > _COMPILING
-            if late or all(_ready(folder, p.pid).exists() for p in running.values()):
-                (folder / "begin").touch()
-            for part, process in list(running.items()):
-                if process.poll() is not None:
-                    del running[part]
-                    yield part, process.returncode, (folder / part).read_text()
-
-
-def _ready(folder: str | pathlib.Path, process: int) -> pathlib.Path:
-    return pathlib.Path(folder, f"ready-{process}")
-
-
-def wait_for_turn() -> None:
-    """Waits until all parts have compiled, and then for those that measure before.
-
-    The turn ends with the process. A part that runs alone has it at once.
-    """
-    folder = os.environ.pop(_TURNS, None)
-    if folder is None:
-        return
-    _ready(folder, os.getpid()).touch()
-    while not pathlib.Path(folder, "begin").exists():
-        time.sleep(0.1)
-    fcntl.flock(os.open(f"{folder}/lock", os.O_CREAT | os.O_WRONLY), fcntl.LOCK_EX)
+    for part, environment in parts.items():
+        preallocate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        done = subprocess.run(
+            [sys.executable, script, part],
+            env={**os.environ, **preallocate, **environment},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        for line in done.stdout.splitlines():
+            if line.startswith("RESULT "):
+                result = json.loads(line.removeprefix("RESULT "))
+                versions |= result.pop("versions")
+                results.append(result | (today if "of_part" in result else {}))
+        if done.returncode:
+            print(f"part {part} ended with code {done.returncode}", file=sys.stderr)
+        report = {
+            **today,
+            "command": f"python benchmarks/{pathlib.Path(script).name} run",
+            "versions": versions,
+            "ceiling_bytes_per_second": COPY_BYTES_PER_SECOND,
+            "results": results,
+        }
+        output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def peak_host_bytes() -> int:

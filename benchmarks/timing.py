@@ -16,6 +16,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 _ROUNDS = 6
 
 
@@ -121,7 +123,9 @@ def measure_jax(
     error = check(compiled(*inputs[0]))
     more = {"kernels": kernels_of(jitted, inputs[0])} if kernels else {}
     found = time_jax(jitted, inputs).figures()
-    memory = {"temporary_bytes": temporary_bytes(compiled)}
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    memory = {"temporary_bytes": analysis.temp_size_in_bytes}
     return found | memory | {"error": error} | more
 
 
@@ -139,11 +143,20 @@ def measure_torch(
     return found | {"temporary_bytes": temporary, "error": error}
 
 
-def temporary_bytes(compiled) -> int:
-    """Memory of intermediates, by the compiler's figures."""
-    analysis = compiled.memory_analysis()
-    assert analysis is not None
-    return analysis.temp_size_in_bytes
+def on_host(array) -> np.ndarray:
+    """An array of either library in float64."""
+    if hasattr(array, "detach"):
+        array = array.detach().double().cpu().numpy()
+    return np.asarray(array, np.float64)
+
+
+def relative_error(found, expected: np.ndarray, limit: float, of: str = "") -> float:
+    """The relative error of an array, below a limit."""
+    off = np.linalg.norm(on_host(found) - expected)
+    error = float(off / np.linalg.norm(expected))
+    if not error < limit:
+        raise ValueError(f"{of} relative error {error}".strip())
+    return error
 
 
 def kernels_of(function, arguments: tuple) -> dict[str, float]:

@@ -14,27 +14,23 @@ class Workload:
 
     Attributes:
       name: how tables and results call it.
-      about: what it stands for.
       batch: rows.
       features: rows of the dense matrix.
       hidden: its columns.
       entries: entries of a batch.
       spread: sigma of the lognormal row lengths; 0 for equal lengths.
       skew: exponent of the features' zipf popularity; 0 for uniform.
-      long_rows: lengths of rows that stand before the others.
       transposed: the rows are the columns of such a batch, as the gradient needs them:
         only columns that occur, then empty rows up to the capacity.
     """
 
     name: str
-    about: str
     batch: int
     features: int
     hidden: int
     entries: int
     spread: float = 1.0
     skew: float = 0.0
-    long_rows: tuple[int, ...] = ()
     transposed: bool = False
 
     @property
@@ -54,76 +50,23 @@ class Workload:
         return (self.entries + self.num_rows) * self.hidden * itemsize
 
 
-ML20M = Workload(
-    "ml20m",
-    "MovieLens-20M's shape: an autoencoder's input layer",
-    batch=1024,
-    features=26_744,
-    hidden=1024,
-    entries=135_000,
-    skew=0.8,
-)
-ML20M_256 = dataclasses.replace(
-    ML20M, name="ml20m_256", about="its batch of 256", batch=256, entries=37_000
-)
-BIG = Workload(
-    "big",
-    "a table far larger than any cache, features uniform",
-    batch=8192,
-    features=4_000_000,
-    hidden=256,
-    entries=518_000,
-)
-H128 = Workload(
-    "h128",
-    "short weight rows",
-    batch=8192,
-    features=1_000_000,
-    hidden=128,
-    entries=518_000,
-)
-LONG = Workload(
-    "long",
-    "rows of 100,000 and 2,600 entries beside rows of about 20",
-    batch=8192,
-    features=1_000_000,
-    hidden=256,
-    entries=300_000,
-    spread=0.5,
-    long_rows=(100_000,) + 8 * (2_600,),
-)
+# An autoencoder's input layer of MovieLens-20M's shape, and with its batch of 256.
+ML20M = Workload("ml20m", 1024, 26_744, 1024, 135_000, skew=0.8)
+ML20M_256 = Workload("ml20m_256", 256, 26_744, 1024, 37_000, skew=0.8)
+# A table far larger than any cache, features uniform.
+BIG = Workload("big", 8192, 4_000_000, 256, 518_000)
 WORKLOADS = (
     ML20M,
     BIG,
-    H128,
-    LONG,
-    dataclasses.replace(ML20M, name="ml20m_t", about="its gradient", transposed=True),
-    dataclasses.replace(BIG, name="big_t", about="its gradient", transposed=True),
+    Workload("h128", 8192, 1_000_000, 128, 518_000),
+    dataclasses.replace(BIG, name="big_t", transposed=True),  # its gradient
 )
-
-# Output layers: the rows are labels, or items to exclude.
-OUT256 = Workload(
-    "out256",
-    "MovieLens-20M's items, DSSTNE's batch",
-    batch=256,
-    features=27_278,
-    hidden=1024,
-    entries=36_864,
-    skew=0.8,
-)
+# Output layers: the rows are labels, or items to exclude. First MovieLens-20M's items and DSSTNE's
+# batch, then a larger one, then a million items.
 OUTPUTS = (
-    OUT256,
-    dataclasses.replace(
-        OUT256, name="out1024", about="a larger batch", batch=1024, entries=147_456
-    ),
-    Workload(
-        "out1m",
-        "a million items, uniform",
-        batch=1024,
-        features=1_000_000,
-        hidden=256,
-        entries=147_456,
-    ),
+    Workload("out256", 256, 27_278, 1024, 36_864, skew=0.8),
+    Workload("out1024", 1024, 27_278, 1024, 147_456, skew=0.8),
+    Workload("out1m", 1024, 1_000_000, 256, 147_456),
 )
 
 
@@ -272,11 +215,10 @@ def autoencoder(hidden: tuple[int, ...], dropout: float = 0.0):
 
 def _lengths(workload: Workload, rng: np.random.Generator) -> np.ndarray:
     """Row lengths that sum to `entries`."""
-    rest = workload.entries - sum(workload.long_rows)
-    wish = rng.lognormal(0, workload.spread, workload.batch - len(workload.long_rows))
+    wish = rng.lognormal(0, workload.spread, workload.batch)
     # Cumulative rounding keeps the sum exact.
-    ends = np.rint(np.cumsum(wish) / wish.sum() * rest).astype(np.int64)
-    return np.concatenate([workload.long_rows, np.diff(ends, prepend=0)]).astype(int)
+    ends = np.rint(np.cumsum(wish) / wish.sum() * workload.entries).astype(np.int64)
+    return np.diff(ends, prepend=0)
 
 
 def _columns(workload, lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
