@@ -67,7 +67,7 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/pyrefly check
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/python tests/texts.py
-	$(VENV)/bin/python benchmarks/structure.py ceilings
+	$(VENV)/bin/python tests/structure.py ceilings
 
 docs: $(VENV)/.installed
 	$(VENV)/bin/sphinx-build -W --keep-going --quiet docs docs/_build

@@ -2,16 +2,12 @@
 
 import ast
 import pathlib
-import sys
 import textwrap
 
 import pytest
-
-ROOT = pathlib.Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
-
 import structure
 
+ROOT = pathlib.Path(__file__).parents[1]
 CEILINGS = structure.ceilings((ROOT / "pyproject.toml").read_text())
 
 

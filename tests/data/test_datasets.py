@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 
 from sparsejax.data import SparseDataset, datasets
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "msweb.py"
+SCRIPT = pathlib.Path(__file__).parents[1] / "msweb.py"
 
 
 def test_msweb():

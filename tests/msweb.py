@@ -1,6 +1,6 @@
 """Makes the bundled data set, `sparsejax/data/msweb`, from UCI's original files.
 
-    python benchmarks/msweb.py anonymous-msweb.data anonymous-msweb.test FOLDER
+    python tests/msweb.py anonymous-msweb.data anonymous-msweb.test FOLDER
 
 The files are those of https://doi.org/10.24432/C5VS3Q. They hold areas `A`, and for each
 case `C` its votes `V`::

@@ -1,6 +1,6 @@
 """Counts branches on kinds, lines, long functions and untyped places, for `make lint`.
 
-    python benchmarks/structure.py ceilings [--root FOLDER]
+    python tests/structure.py ceilings [--root FOLDER]
 
 It counts the texts of both packages, imports neither, and fails if a count is above its ceiling
 in `[tool.sparsejax.ceilings]` of pyproject.toml. A ceiling only goes down, except in a commit
