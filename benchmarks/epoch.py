@@ -33,11 +33,7 @@ _GRAPH = "--xla_gpu_enable_command_buffer=+WHILE"
 
 
 def _measure(part: str) -> Iterator[dict]:
-    measure = {
-        "sparsejax": _sparsejax,
-        "jax": _plain_jax,
-        "torch": _torch,
-    }
+    measure = {"sparsejax": _sparsejax, "jax": _plain_jax, "torch": _torch}
     name, *graph = part.split(", ")
     for result in measure[name](make_rows(np.random.default_rng(0))):
         yield result | {"flags": _GRAPH if graph else None}

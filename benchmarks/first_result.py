@@ -25,7 +25,6 @@ import argparse
 import builtins
 import compileall
 import contextlib
-import datetime
 import gc
 import itertools
 import json
@@ -40,7 +39,7 @@ from collections.abc import Iterator
 
 _HERE = pathlib.Path(__file__).resolve().parent
 
-from report import RESULTS, emit, print_results, versions
+from report import RESULTS, emit, print_results, versions, write_report
 
 _PARTS = ("imports", "tracing", "lowering", "compiling", "rest")
 _EVENTS = {
@@ -106,16 +105,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     for number, (path, commit) in enumerate(zip(_SAVED, names, strict=False)):
         quickest = [min(r[number], key=lambda r: r["seconds"]) for r in found.values()]
         (first, *_) = [r.pop("versions") for r in quickest]
-        report = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit,
-            "command": "python benchmarks/first_result.py compare",
-            "versions": first,
-            "cpus": len(os.sched_getaffinity(0)),
-            "turns": arguments.turns,
-            "results": quickest,
-        }
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        more = {"cpus": len(os.sched_getaffinity(0)), "turns": arguments.turns}
+        line = "first_result.py compare"
+        write_report(path, line, commit, quickest, versions=first, **more)
     return verdict(
         {
             name: ([r["seconds"] for r in before], [r["seconds"] for r in now])

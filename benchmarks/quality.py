@@ -27,7 +27,6 @@ part by part, or stored, and the most memory that the process has had until then
 from __future__ import annotations
 
 import argparse
-import datetime
 import fnmatch
 import functools
 import itertools
@@ -45,7 +44,7 @@ import numpy as np
 import pyarrow as pa
 import scipy.sparse
 from flax import nnx
-from report import RESULTS, print_means, versions
+from report import RESULTS, print_means, write_report
 
 import sparsejax as sj
 
@@ -137,15 +136,8 @@ def _run(arguments: argparse.Namespace) -> None:
     for seed, trial in itertools.product(range(arguments.seeds), trials.values()):
         for result in trial(seed):
             results.append(result | {"seed": seed})
-            report = {
-                "date": datetime.date.today().isoformat(),
-                "commit": arguments.commit,
-                "command": f"python benchmarks/quality.py {action}",
-                "versions": versions(),
-                "results": results,
-            }
             output = arguments.output or RESULTS / f"{action}.json"
-            output.write_text(json.dumps(report, indent=1) + "\n")
+            write_report(output, f"quality.py {action}", arguments.commit, results)
             print(json.dumps(results[-1])[:500], flush=True)
 
 

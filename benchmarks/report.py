@@ -127,6 +127,21 @@ def emit(result: dict) -> None:
     print("RESULT " + json.dumps(result), flush=True)
 
 
+def write_report(
+    output: pathlib.Path, line: str, commit: str, results: list[dict], **more
+) -> None:
+    """Writes results and their origin into a JSON file; `line` is the script and its words."""
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "command": f"python benchmarks/{line}",
+        "versions": more.pop("versions", None) or versions(),
+        **more,
+        "results": results,
+    }
+    output.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def run_parts(
     script: str,
     parts: Mapping[str, Mapping[str, str]],
@@ -166,14 +181,9 @@ def run_parts(
                 results.append(result | (today if "of_part" in result else {}))
         if done.returncode:
             print(f"part {part} ended with code {done.returncode}", file=sys.stderr)
-        report = {
-            **today,
-            "command": f"python benchmarks/{pathlib.Path(script).name} run",
-            "versions": versions,
-            "ceiling_bytes_per_second": COPY_BYTES_PER_SECOND,
-            "results": results,
-        }
-        output.write_text(json.dumps(report, indent=1) + "\n")
+        ceiling = {"ceiling_bytes_per_second": COPY_BYTES_PER_SECOND}
+        line = f"{pathlib.Path(script).name} run"
+        write_report(output, line, commit, results, versions=versions, **ceiling)
 
 
 def peak_host_bytes() -> int:
