@@ -125,7 +125,7 @@ def _measure_jax(name: str) -> Iterator[dict]:
     config = sj.DLRMConfig(dim=_DIM, bottom=_BOTTOM, top=_TOP, dtype="bfloat16")
     names = [f"C{i}" for i in range(1, len(workload.rows) + 1)]
     features = dict(zip(names, workload.rows, strict=True))
-    model = sj.embeddings.DLRM(
+    model = sj.clicks.DLRM(
         config, num_dense=_DENSE, features=features, rngs=nnx.Rngs(0)
     )
     rule = sj.optimizers.rowwise_adagrad(_RATE, eps=_EPS)

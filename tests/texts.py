@@ -21,7 +21,7 @@ _BEGINS = {
     "message": r"(of|that|those|whose|lest|but for)\b",
     # An entry has a noun first, or an adjective with its noun: "seed: seed of the draws".
     "entry": (
-        r"(?i:of|what|that|those|who|whom|whose|by|as|so|see|like|lest|the same|to|from|where|has"
+        r"(?i:of|what|that|those|who|whom|whose|by|as|so|see|like|lest|(?:the )?same|to|from|where|has"
         r"|called|makes|gives|gets|takes|brings|returns|adds|added|initialises|computes)\b"
     ),
 }
