@@ -619,7 +619,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     owner = jnp.where(wrong, 0, column // width)
     column = jnp.where(wrong, -1, column - owner * width)
     owner = jnp.where(bag < bags, owner, model)  # padding has no owner
-    owner, order = _sorted(owner, position)
+    owner, order = lax.sort_key_val(owner, position, is_stable=True)
     column, bag = column[order], bag[order]
     starts = _first_at_least(owner, jnp.arange(model + 1, dtype=jnp.int32))
     counts = jnp.diff(starts)
@@ -681,7 +681,11 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     bag_of = bag_of.at[jnp.where(first, number, model * slots + position)].set(
         bag, mode="drop", unique_indices=True
     )
-    number = _unsorted(order, jnp.where(first, number, -1))
+    number = (
+        jnp.zeros(mine, jnp.int32)
+        .at[order]
+        .set(jnp.where(first, number, -1), unique_indices=True)
+    )
     first = number >= 0
     passed = jnp.concatenate([jnp.zeros(1, jnp.int32), sums_so_far(first)])
     asked = jnp.zeros(mine, jnp.int32)
@@ -710,45 +714,22 @@ def _distinct_route(part: CSR, width: int, mine: int, count: int) -> Route:
     """
     model = axis_sizes()[1]
     end = model * width  # column of entries that do not count
+    bag = segment_ids(part.indptr, mine)
+    by_column = Transposed.of(part.columns(padding=end)[:mine], bag, end)
+    column = by_column.columns
     owners = jnp.arange(model + 1, dtype=jnp.int32)
-
-    @_one_by_one
-    def sorted_ids(indices, indptr):
-        x = CSR.tree_unflatten(part.num_cols, (None, indices, indptr, None))
-        bag = segment_ids(indptr, mine)
-        by_column = Transposed.of(x.columns(padding=end)[:mine], bag, end)
-        column = by_column.columns
-        starts = _first_at_least(column, owners * width)
-        numbers = by_column.numbers(end)
-        slots = _Slots.of(by_column.indptr, numbers, starts, column // width, count)
-        # An id that no owner has gets an invalid slot, which makes its bag NaN.
-        slot = jnp.where(column < end, slots.slot, -1)
-        sent = column.at[slots.starts[:-1]].get(mode="clip").reshape(model, count)
-        sent = jnp.where(slots.filled, sent - owners[:-1, None] * width, width)
-        order = by_column.order
-        return slots, sent, order, by_column.rows, _unsorted(order, slot)
-
-    slots, sent, order, bag, asked = sorted_ids(jnp.asarray(part.indices), part.indptr)
+    starts = _first_at_least(column, owners * width)
+    slots = _Slots.of(
+        by_column.indptr, by_column.numbers(end), starts, column // width, count
+    )
     crowded = _on_any_device(slots.lack | (part.indptr[-1] > mine))
+    sent = column.at[slots.starts[:-1]].get(mode="clip").reshape(model, count)
+    sent = jnp.where(slots.filled, sent - owners[:-1, None] * width, width)
+    # An id that no owner has gets an invalid slot, which makes its bag NaN.
+    slot = jnp.where(column < end, slots.slot, -1)
     owned = _one_each(width, _exchanged(sent).reshape(-1))
-    asked, bags = slots.way_back(part, order, bag, asked)
-    return Route(owned, asked, bags, crowded[None])
-
-
-def _one_by_one(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, which `vmap` calls in a loop: a GPU sorts many arrays at once slowly."""
-    return jax.custom_batching.sequential_vmap(f)
-
-
-@_one_by_one
-def _sorted(keys: jax.Array, values: jax.Array) -> Any:
-    """Keys in ascending order, and their values."""
-    return lax.sort_key_val(keys, values, is_stable=True)
-
-
-def _unsorted(order: jax.Array, values: jax.Array) -> jax.Array:
-    """The array of which the given values are those at `order`."""
-    return jnp.zeros_like(values).at[order].set(values, unique_indices=True)
+    way = slots.way_back(part, by_column.order, by_column.rows, slot)
+    return Route(owned, *way, crowded[None])
 
 
 class _Slots(NamedTuple):
@@ -802,7 +783,7 @@ class _Slots(NamedTuple):
         part: CSR,
         order: Int[Array, "entries"],
         bag: Int[Array, "entries"],
-        asked: Int[Array, "entries"],
+        slot: Int[Array, "entries"],
     ) -> tuple[CSR, CSR]:
         """The matrices `Route.asked` and `Route.bags`.
 
@@ -810,11 +791,13 @@ class _Slots(NamedTuple):
           part: the rows of this device.
           order: position in `part` of each entry.
           bag: bag of each entry.
-          asked: slot whose row each entry of `part` reads.
+          slot: slot whose row each entry reads.
         """
         slots, mine = self.filled.size, len(order)
         data = None if part.data is None else jnp.asarray(part.data)[:mine]
         of_slot = None if data is None else data[order]
+        asked = jnp.zeros(mine, jnp.int32)
+        asked = asked.at[order].set(slot, unique_indices=True)
         return (
             CSR.tree_unflatten(slots, (data, asked, part.indptr, None)),
             CSR.tree_unflatten(part.num_rows, (of_slot, bag, self.starts, None)),
@@ -921,7 +904,7 @@ def _keys_route(
     counts = wanted[:mine] & ~wrong & (bag < part.num_rows)
     number = jnp.where(counts, jnp.minimum(numbers[:mine], last - 1), last)
     position = jnp.arange(mine, dtype=jnp.int32)
-    number, order = _sorted(number, position)
+    number, order = lax.sort_key_val(number, position, is_stable=True)
     here = number < last
     keys = jax.tree.map(lambda word: word[order], keys)
     # If another key with the same hash is between two equal keys, they get two slots: the owner
@@ -955,7 +938,7 @@ def _keys_route(
     came = [word.astype(leaf.dtype) for word, leaf in zip(came, leaves, strict=True)]
 
     slot = jnp.where(here, slots.slot, jnp.where(wrong[order], -1, empty))
-    way = slots.way_back(part, order, bag[order], _unsorted(order, slot))
+    way = slots.way_back(part, order, bag[order], slot)
     # The owner sets these columns later.
     owned = _one_each(width, jnp.full(model * count, width, jnp.int32))
     route = Route(owned, *way, crowded[None])

@@ -27,7 +27,7 @@ from sparsejax.embeddings.tables import sender_of
 from sparsejax.engine.train import dispatch as dispatching
 from sparsejax.engine.train.resident import Dispatch, Resident, Sizes
 from sparsejax.mesh.layout import axis_sizes, mesh_is_set, parts_of_axes, replicated
-from sparsejax.mesh.xla_options import Programs, same_bits_are_wanted
+from sparsejax.mesh.xla_options import Programs
 from sparsejax.sparse import CSR, host_rows
 
 # Number of samples of a batch in which distinct ids are counted.
@@ -199,12 +199,13 @@ def _sent(
     batches = data.take(rows, sizes.capacities)
     exists = (rows >= 0).reshape(len(rows), -1)
 
-    def of_step(used, exists):
+    def of_step(i):
+        used = [jax.tree.map(lambda leaf: leaf[i], batch) for batch in batches]
         (_, ids), _ = data.roles.of(used)
         batch, flags = FeatureBatch({}), []
         for sender in senders:
             mine = {name: ids[name] for name in sender.names}
-            found, crowded = sender.sent(mine, exists)
+            found, crowded = sender.sent(mine, exists[i])
             batch = FeatureBatch(
                 batch.stacks | found.stacks,
                 batch.keys | found.keys,
@@ -213,9 +214,5 @@ def _sent(
             flags.append(crowded)
         return batch, jnp.any(jnp.stack(flags))
 
-    if same_bits_are_wanted():
-        # XLA's deterministic scatter of a stack loses updates, see `mesh.xla_options`.
-        batch, crowded = lax.map(lambda step: of_step(*step), (batches, exists))
-    else:  # the ids of all steps cross together
-        batch, crowded = jax.vmap(of_step)(batches, exists)
+    batch, crowded = lax.map(of_step, jnp.arange(sizes.steps))
     return batch, replicated(jnp.any(crowded))
