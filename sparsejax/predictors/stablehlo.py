@@ -181,6 +181,8 @@ def _decomposed(combine: Callable[..., jax.Array], identity: Callable[[Any], Any
     """
 
     def windows(x, *, axis, reverse):
+        if not x.size:  # a window is not empty
+            return x
         more = x.shape[axis] - 1
         sizes, padding = [1] * x.ndim, [(0, 0)] * x.ndim
         sizes[axis] = more + 1

@@ -788,12 +788,21 @@ def test_cumulative_operations_are_exported(small, name):
             lambda x: x.cumsum(1),
         ),
         (jax.vmap(jnp.cumsum), lambda x: x.cumsum(1)),
+        (lambda x: x + jnp.cumsum(jnp.zeros(0, x.dtype)).sum(), lambda x: x),
         (
             jax.grad(lambda x: jnp.sum(jnp.cumsum(x, 1) ** 2)),
             lambda x: 2 * x.cumsum(1)[:, ::-1].cumsum(1)[:, ::-1],
         ),
     ],
-    ids=["reverse", "integers", "largest integer", "in a loop", "vmap", "gradient"],
+    ids=[
+        "reverse",
+        "integers",
+        "largest integer",
+        "in a loop",
+        "vmap",
+        "of nothing",
+        "gradient",
+    ],
 )
 def test_cumulative_operations_wherever_they_stand(small, f, oracle):
     x = 3 * np.random.default_rng(1).standard_normal((4, 4), np.float32)

@@ -175,14 +175,12 @@ def with_targets(
         return data.with_targets(kinds, weights=weights)
     if not isinstance(data, SequenceDataset):
         raise NotImplementedError(
-            f"{what} is scanned: give weights by the names of kinds or of a column of numbers, or "
-            "read the histories with read_sequences"
+            f"{what} is scanned: give weights by the names of kinds or of a column of numbers"
         )
     data = dataclasses.replace(data, weights=weights)
     if kinds is None:
         return data
-    assert data.weights is not None
-    of_kinds = data.with_targets(kinds).weights
+    of_kinds = cast(Any, data.with_targets(kinds)).weights
     return dataclasses.replace(data, weights=data.weights * of_kinds)
 
 
