@@ -218,7 +218,8 @@ def test_a_version_is_measured_on_data_with_categories_of_another_order(run, tmp
     predictor, gate = sj.load_predictor(tmp_path / "p"), Gate("ndcg", 3)
     own = kind.source(Training(later, schema=SCHEMA, **how), None)
     more = Training(later, origin=run.directory, **how)
-    like = kind.source(more, Folder.of(run.directory))
+    with pytest.warns(UserWarning, match="such as 'new'"):
+        like = kind.source(more, Folder.of(run.directory))
     assert not own.data.events.has_ids_of(like.data.events)
     found, wanted = (measured(predictor, each, gate) for each in (own, like))
     assert found == wanted

@@ -167,38 +167,37 @@ def parts_of(
     """Held-out targets to measure separately, of each kind of event and of each group of users, by
     `COLUMN=CATEGORY`; the rows are those of `heldout`.
     """
-    found = _by_kinds(heldout) if asked.by == "kinds" else {}
-    if asked.groups is None:
-        return found
-    users = inputs.users or getattr(heldout, "users", None)
-    known = [] if users is None else [*vocabulary_columns(users.schema)]
-    if not (
-        isinstance(asked.groups, str)
-        and asked.groups in known
-        and isinstance(heldout, SequenceDataset)
-    ):
+    found: dict[str, np.ndarray] = {}
+    is_ours = isinstance(heldout, SequenceDataset)
+    if asked.by == "kinds" and is_ours and (events := heldout.events) is not None:
+        column = events.schema.kind
+        found = {f"{column}={kind}": events.are_of(kind) for kind in heldout.kinds}
+    if asked.groups is not None:
+        found |= _by_users(inputs, heldout, asked.groups)
+    whole = functools.partial(dataclasses.replace, heldout)
+    parts = {n: whole(weights=x.astype(np.float32)) for n, x in found.items()}
+    return {name: part.only_targets().to_sparse() for name, part in parts.items()}
+
+
+def _by_users(
+    inputs: SequenceDataset, heldout: Any, column: Any
+) -> dict[str, np.ndarray]:
+    """`[entries]` masks of the held-out entries of each category of users, by name."""
+    users, known = None, []
+    if isinstance(heldout, SequenceDataset):
+        shown = _with_new_rows(inputs, heldout)
+        users = shown.align_rows(heldout.row_names, missing="empty").users
+    if users is not None:
+        known = [*vocabulary_columns(users.schema)]
+    if users is None or not isinstance(column, str) or column not in known:
         raise ValueError(
-            f"groups={asked.groups!r} is no column of categories of the users; these are {known}"
+            f"groups={column!r} is no column of categories of the users; these are {known}"
         )
-    shown = _with_new_rows(inputs, heldout)
-    users = cast(Events, shown.align_rows(heldout.row_names, missing="empty").users)
-    names = users.vocabularies[vocabulary_columns(users.schema)[asked.groups]]
-    ids = users[asked.groups].reshape(heldout.num_rows, -1)
-    for place, category in enumerate(names[:_CATEGORIES].tolist(), FIRST_KNOWN):
-        own = (ids == place).any(axis=1).astype(np.float32)
-        own = np.repeat(own, np.diff(heldout.indptr))
-        part = dataclasses.replace(heldout, weights=own).only_targets()
-        found[f"{asked.groups}={category}"] = part.to_sparse()
-    return found
-
-
-def _by_kinds(heldout: Any) -> dict[str, SparseDataset]:
-    """Held-out targets for each kind of event."""
-    if not isinstance(heldout, SequenceDataset) or heldout.events is None:
-        return {}
-    targets, column = heldout.only_targets(), heldout.events.schema.kind
-    found = ((kind, targets.of_kinds(kind)) for kind in targets.kinds)
-    return {f"{column}={kind}": data.to_sparse() for kind, data in found}
+    names = users.vocabularies[vocabulary_columns(users.schema)[column]]
+    ids = users[column].reshape(heldout.num_rows, -1)
+    are = enumerate(names[:_CATEGORIES].tolist(), FIRST_KNOWN)
+    own = {f"{column}={name}": (ids == place).any(axis=1) for place, name in are}
+    return {n: np.repeat(x, np.diff(heldout.indptr)) for n, x in own.items()}
 
 
 def _with_new_rows(
