@@ -29,7 +29,7 @@ from sparsejax import change_folders, row_files
 from sparsejax.change_folders import Changes, Column, Link, Table
 from sparsejax.embeddings.dynamic import files
 from sparsejax.embeddings.host_rows import ROW, Touched
-from sparsejax.embeddings.placement import Stack, StackedTable
+from sparsejax.embeddings.placement import Stack, StackedTable, spec_of
 from sparsejax.embeddings.stores.store import Hosted, Rows, Store
 from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded, sharding_of, to_host
 from sparsejax.optimizers.optimizer import Optimizer
@@ -323,10 +323,6 @@ class _Held:
         return [[np.asarray(each) for each in some] for some in arrays]
 
 
-def _spec(stack: Stack) -> P:
-    return P("model") if stack.divided else P()
-
-
 def tables_of(parts: Sequence[Part], now: Sequence[Rows]) -> dict[Table, Pieces]:
     """All tables in order, with their pieces."""
     found = {}
@@ -363,7 +359,7 @@ def _differing(
         after, gone = before, np.zeros(part.stack.num_rows, bool)
         changed = gone
         if rows.columns:
-            spec = _spec(part.stack)
+            spec = spec_of(part.stack, 1)
             compare = jit_sharded(_compared, spec, static=(0,))
             after, *found = compare(spec, rows._replace(hosted=None), before)
             changed, gone = map(to_host, found)
@@ -531,7 +527,9 @@ def _fits(
     triples = zip(told, parts, now, strict=False)
     return memory.last.checksum == last.checksum and all(
         len(told.hashes) == _rows_on_devices(part.stack, rows)
-        and told.hashes.sharding.is_equivalent_to(sharding_of(_spec(part.stack)), 2)
+        and told.hashes.sharding.is_equivalent_to(
+            sharding_of(spec_of(part.stack, 1)), 2
+        )
         for told, part, rows in triples
     )
 
@@ -546,7 +544,7 @@ def _read(
     links = change_folders.chain(folder)
     pairs = zip(parts, now, strict=True)
     empty = [_nothing(part.stack, rows) for part, rows in pairs]
-    told: list[Any] = [_Told(*map(_writable, content.told)) for content in empty]
+    told: list[Any] = [jax.tree.map(np.array, content.told) for content in empty]
     lost = []
     for number, (table, (at, pieces)) in enumerate(tables.items()):
         content = change_folders.merged(link.content(number) for link in links)
@@ -568,7 +566,7 @@ def _read(
                 told[at].hashes[rows] = _hashed([*given.values()], np)
         lost.append(gone)
     contents = [
-        _Content(jax.device_put(each, sharding_of(_spec(part.stack))), there)
+        _Content(jax.device_put(each, sharding_of(spec_of(part.stack, 1))), there)
         for part, each, (_, there) in zip(parts, told, empty, strict=True)
     ]
     written = sum(link.changes.rows + link.changes.removed for link in links[1:])
@@ -582,7 +580,7 @@ def _rows_on_devices(stack: Stack, rows: Rows) -> int:
 
 def _nothing(stack: Stack, rows: Rows) -> _Content:
     """The content of an empty folder for a stack."""
-    make = jit_sharded(_no_rows, _spec(stack), static=(0, 1))
+    make = jit_sharded(_no_rows, spec_of(stack, 1), static=(0, 1))
     told = make(_rows_on_devices(stack, rows), rows.keys is not None)
     if rows.hosted is None:
         return _Content(told, None)
@@ -594,7 +592,3 @@ def _no_rows(count: int, has_keys: bool) -> _Told:
     words = jnp.zeros((count, 2), jnp.uint32)
     used = jnp.zeros(count, bool)
     return _Told(words, used, words if has_keys else None)
-
-
-def _writable(array: jax.Array | None) -> Any:
-    return None if array is None else np.array(array)

@@ -97,13 +97,9 @@ def add_ids(
             found[stack.name] = store.new_kernel(
                 collection, stack, make(start, *arrays)
             )
-            moved[(*path, "kernels", stack.name)] = Moved(
-                paths,
-                # The state of a row may be one number.
-                _compiled(
-                    functools.partial(move, None), P("model") if stack.divided else P()
-                ),
-            )
+            # The state of a row may be one number.
+            make = _compiled(functools.partial(move, None), spec_of(stack, 1))
+            moved[(*path, "kernels", stack.name)] = Moved(paths, make)
         collection.stacks, collection.kernels = after, nnx.data(found)
     if optimizer is not None:
         optimizer.move_rows(model, moved)

@@ -313,9 +313,11 @@ class Stack:
         return Share(room, part, most, distinct)
 
 
-def spec_of(stack: Stack) -> P:
-    """The sharding of a stack's parameter."""
-    return BY_ROWS if stack.divided else P()
+def spec_of(stack: Stack, ndim: int = 2) -> P:
+    """The sharding of a stack's parameter, or of another array with a row for each of its rows."""
+    if not stack.divided:
+        return P()
+    return BY_ROWS if ndim > 1 else P("model")
 
 
 def column(values: Iterable[int]) -> jax.Array:

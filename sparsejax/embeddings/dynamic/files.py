@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from sparsejax import row_files
 from sparsejax.embeddings import table_files
-from sparsejax.mesh.layout import BY_ROWS, call_with_auto_axes, jit_sharded, replicated
+from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded, replicated
 from sparsejax.ops import index_edits
 from sparsejax.whole_files import check_writable, whole_file
 from sparsejax.wide_ids import joined
@@ -243,12 +243,7 @@ def _steps(
 
 
 def overwritten(
-    array: jax.Array,
-    rows: np.ndarray,
-    values: np.ndarray,
-    *,
-    by_parts: bool,
-    divided: bool = True,
+    array: jax.Array, rows: np.ndarray, values: np.ndarray, spec: P, *, by_parts: bool
 ) -> jax.Array:
     """An array in which some rows are replaced, reusing its memory.
 
@@ -256,11 +251,9 @@ def overwritten(
       array: `[rows, ...]`, or `[parts, rows of a part]`.
       rows: numbers of the rows to replace; with `by_parts`, counted over all parts.
       values: new values of these rows.
+      spec: sharding of the array.
       by_parts: whether `array` has the second form.
-      divided: whether the array is divided over the axis "model".
     """
-    spec = P("model") if by_parts or array.ndim == 1 else BY_ROWS
-    spec = spec if divided else P()
     write = jit_sharded(_written, spec, static=(0, 1), donate=(2,))
     for at, data in index_edits.blocks(rows, values):
         array = write(by_parts, spec, array, at, data)

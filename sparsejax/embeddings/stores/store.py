@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import math
 import os
 import pathlib
@@ -319,18 +318,17 @@ class Store(abc.ABC):
     ) -> None:
         """Replaces columns of some rows."""
         columns = self.columns(optimizer)
-        for name in values:
-            write = functools.partial(
-                files.overwritten,
-                rows=rows,
-                values=values[name],
-                by_parts=files.is_number(name),
-                divided=self.stack.divided,
-            )
-            variable = columns[name]
-            inplace.overwrite(
-                [variable], lambda write=write, v=variable: ([write(v[...])], None)
-            )
+        for name, given in values.items():
+            variable, by_parts = columns[name], files.is_number(name)
+
+            def write(variable=variable, given=given, by_parts=by_parts):
+                spec = spec_of(self.stack, 1 if by_parts else variable.ndim)
+                after = files.overwritten(
+                    variable[...], rows, given, spec, by_parts=by_parts
+                )
+                return [after], None
+
+            inplace.overwrite([variable], write)
 
     def begin(
         self,
