@@ -344,8 +344,12 @@ def put_on_mesh[Tree](tree: Tree) -> Tree:
     mesh = jax.sharding.get_mesh()
 
     def put(leaf):
-        spec = getattr(leaf.sharding, "spec", P())
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
+        axes = tuple(getattr(leaf.sharding, "spec", ()))
+        # The results of programs name no axes behind the last one that is divided. Programs for
+        # arrays that do would be compiled again for these results.
+        while axes and axes[-1] is None:
+            axes = axes[:-1]
+        return jax.device_put(leaf, NamedSharding(mesh, P(*axes)))
 
     return jax.tree.map(put, tree)
 

@@ -193,10 +193,13 @@ def test_the_oldest_of_many_modules_are_split_again(monkeypatch):
 
 
 def test_on_a_mesh():
+    """A second `fit` or `jit` has the layout of the first one, and so its programs."""
     with jax.set_mesh(sj.make_mesh(data=2, model=4)):
-        ours = made()
+        ours, layouts = made(), []
         for _ in range(2):
+            layouts.append(inplace.Flattened(ours).layout)
             jitted(*ours, X)
+        assert layouts[0] == layouts[1]
         kernel = ours[0].first.kernel[...]
         assert kernel.sharding.spec[0] == "model"  # pyrefly: ignore
         assert len(ours[0].norm.bias[...].devices()) == 8  # pyrefly: ignore
