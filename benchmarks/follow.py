@@ -171,25 +171,21 @@ def main():
     parser.add_argument("--output", help="a JSON file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measured(pathlib.Path(folder), args)
+        place = pathlib.Path(folder)
+        (place / "clicks").mkdir()
+        training = Training(place, args.export_seconds)
+        try:
+            found = result(place, args, training)
+        except Exception:
+            print((place / "log.txt").read_text(), file=sys.stderr)
+            raise
+        finally:
+            training.kill()
     save(found, args.output)
 
 
-def measured(place, args):
-    """The result of all."""
-    (place / "clicks").mkdir()
-    training = Training(place, args.export_seconds)
-    try:
-        return result(place, args, training)
-    except Exception:
-        print((place / "log.txt").read_text(), file=sys.stderr)
-        raise
-    finally:
-        training.kill()
-
-
 def result(place, args, training):
-    """See `measured`."""
+    """Latencies, and whether kills have lost nothing."""
     changes = place / "changes"
     wait_for(lambda: list(changes.glob("0*")), training)
     sj.Run.load(place / "run").export(place / "clicks.predictor")
@@ -211,7 +207,7 @@ def result(place, args, training):
         time.sleep(args.export_seconds)
     writer.start()
     waits = latencies(place, predictor, writer, args.seconds)
-    rng, kills = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
     for _ in range(args.kills):
         # Not before it has come further, else nothing is tried.
         further = trained() + 1
@@ -219,7 +215,6 @@ def result(place, args, training):
         time.sleep(rng.random() * args.export_seconds)
         training.kill()
         training.begin()
-        kills += 1
     writer.end()
     wait_for(lambda: trained() == len(writer.ends), training)
     training.end()
@@ -237,7 +232,7 @@ def result(place, args, training):
             "p99": float(np.quantile(waits, 0.99)),
             "most": float(waits.max()),
         },
-        "kills": kills,
+        "kills": args.kills,
         "files": len(writer.ends),
         "steps": taken.steps,
         "each file trained on once": taken.steps == len(writer.ends) * steps,

@@ -502,34 +502,43 @@ class _Connection:
             await self._streams[1].wait_closed()
 
 
-async def at_rate(
-    port: int, bodies: list[bytes], rate: float, seconds: float
+async def requests(
+    port: int,
+    bodies: list[bytes],
+    seconds: float,
+    connections: int = _CONNECTIONS,
+    rate: float | None = None,
 ) -> tuple[list[float], int]:
-    """Latencies of requests that arrive by chance, and how many were no success."""
-    rng = np.random.default_rng(2)
-    arrivals = np.cumsum(rng.exponential(1 / rate, int(rate * seconds)))
-    free: asyncio.Queue[_Connection] = asyncio.Queue()
-    connections = [_Connection(port) for _ in range(_CONNECTIONS)]
-    for connection in connections:
-        free.put_nowait(connection)
+    """Latencies of requests, and how many were no success.
+
+    With a rate they arrive by chance, and a latency counts from the arrival. Without one each
+    connection asks again as soon as it has an answer.
+    """
     times: list[float] = []
-    failed = 0
+    failed, began, next_body = 0, time.perf_counter(), itertools.cycle(bodies)
+    gaps: Any = ()
+    if rate is not None:
+        gaps = np.random.default_rng(2).exponential(1 / rate, int(rate * seconds))
+    arrivals = iter((began + np.cumsum(gaps)).tolist())
 
-    async def one(body: bytes, due: float) -> None:
+    def next_start() -> float:
+        """The time of the next request, or infinity."""
+        now = time.perf_counter()
+        if rate is not None:
+            return next(arrivals, math.inf)
+        return now if now < began + seconds else math.inf
+
+    async def ask_on() -> None:
         nonlocal failed
-        connection = await free.get()
-        failed += not await connection.ask(body)
-        times.append(time.perf_counter() - due)
-        free.put_nowait(connection)
-
-    began, asked = time.perf_counter(), []
-    for arrival, body in zip(arrivals, itertools.cycle(bodies), strict=False):
-        due = began + arrival
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        asked.append(asyncio.create_task(one(body, due)))
-    await asyncio.gather(*asked)
-    for connection in connections:
+        connection = _Connection(port)
+        while (start := next_start()) < math.inf:
+            if (early := start - time.perf_counter()) > 0:
+                await asyncio.sleep(early)
+            failed += not await connection.ask(next(next_body))
+            times.append(time.perf_counter() - start)
         await connection.close()
+
+    await asyncio.gather(*(ask_on() for _ in range(connections)))
     return times, failed
 
 
@@ -570,17 +579,15 @@ async def _client(
     columns: Mapping[str, str] = types.MappingProxyType({}),
     grpc: bool = False,
 ) -> None:
-    """Prints `at_rate`, or without a rate `at_once`; or `_calls`."""
+    """Prints the latencies of `requests`, or of `_calls`."""
     case = Case(*case)
     if grpc:
         found = await _calls(port, case, seconds, _CALLS // count)
     else:
         bodies = [_body(history, columns) for history in histories(200, case, seed)]
-        await at_rate(port, bodies, 20, 1.0)  # its own first requests
-        if rate is None:
-            found = await at_once(port, bodies, seconds, _CONNECTIONS // count)
-        else:
-            found = await at_rate(port, bodies, rate, seconds)
+        await requests(port, bodies, 1.0, rate=20)  # its own first requests
+        connections = _CONNECTIONS // count
+        found = await requests(port, bodies, seconds, connections, rate)
     print(json.dumps(found))
 
 
@@ -621,28 +628,6 @@ async def _calls(
                 times.append(time.perf_counter() - sent)
 
         await asyncio.gather(*map(ask_on, range(count)))
-    return times, failed
-
-
-async def at_once(
-    port: int,
-    bodies: list[bytes],
-    seconds: float,
-    connections: int = _CONNECTIONS,
-) -> tuple[list[float], int]:
-    """Latencies where each connection asks again as soon as it has an answer."""
-    times: list[float] = []
-    failed, end, next_body = 0, time.perf_counter() + seconds, itertools.cycle(bodies)
-
-    async def ask_on() -> None:
-        nonlocal failed
-        connection = _Connection(port)
-        while (began := time.perf_counter()) < end:
-            failed += not await connection.ask(next(next_body))
-            times.append(time.perf_counter() - began)
-        await connection.close()
-
-    await asyncio.gather(*(ask_on() for _ in range(connections)))
     return times, failed
 
 

@@ -15,7 +15,6 @@ are made and packed before. `fit_mesh.py` times a DLRM with dynamic tables.
 
 import argparse
 import concurrent.futures
-import contextlib
 import functools
 import time
 from typing import Any
@@ -231,15 +230,10 @@ def main():
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed")
     parser.add_argument("--compare", type=float, default=0, help="GB on the device")
     parser.add_argument("--dynamic", action="store_true", help="dynamic tables")
-    parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--output", help="a JSON file")
     args = parser.parse_args()
     args.rows = args.rows or (2**24 if args.part == "keys" else 2**20)
-    mesh = contextlib.nullcontext()
-    if args.devices > 1:
-        mesh = jax.set_mesh(sj.make_mesh(data=1, model=args.devices))
-    with mesh:
-        found = {"devices": args.devices, **PARTS[args.part](args)}
+    found = PARTS[args.part](args)
     save({"part": args.part, "versions": versions(), **found}, args.output)
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from report import largest
 
 _ROUNDS = 6
 
@@ -121,7 +122,10 @@ def measure_jax(
     jitted = jax.jit(function)
     compiled = jitted.lower(*inputs[0]).compile()
     error = check(compiled(*inputs[0]))
-    more = {"kernels": kernels_of(jitted, inputs[0])} if kernels else {}
+    more = {}
+    if kernels:
+        call = lambda _: jax.block_until_ready(jitted(*inputs[0]))
+        more["kernels"] = largest(time_kernels(call, 1), 40)
     found = time_jax(jitted, inputs).figures()
     analysis = compiled.memory_analysis()
     assert analysis is not None
@@ -157,18 +161,6 @@ def relative_error(found, expected: np.ndarray, limit: float, of: str = "") -> f
     if not error < limit:
         raise ValueError(f"{of} relative error {error}".strip())
     return error
-
-
-def kernels_of(function, arguments: tuple) -> dict[str, float]:
-    """Microseconds of each kernel of a call of a jitted function, the longest first."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, timings = profiler.measure(function, aggregate=False)(*arguments)
-    total = collections.defaultdict(float)
-    for name, milliseconds in timings or []:
-        total[name[:40]] += 1e3 * milliseconds
-    largest = sorted(total.items(), key=lambda item: -item[1])
-    return {name: round(time, 1) for name, time in largest}
 
 
 def _kernels_of_trace(folder: str) -> Iterator[tuple[str, float]]:

@@ -17,8 +17,7 @@ class Workload:
       batch: rows.
       features: rows of the dense matrix.
       hidden: its columns.
-      entries: entries of a batch.
-      spread: sigma of the lognormal row lengths; 0 for equal lengths.
+      entries: entries of a batch, whose rows have lognormal lengths.
       skew: exponent of the features' zipf popularity; 0 for uniform.
       transposed: the rows are the columns of such a batch, as the gradient needs them:
         only columns that occur, then empty rows up to the capacity.
@@ -29,7 +28,6 @@ class Workload:
     features: int
     hidden: int
     entries: int
-    spread: float = 1.0
     skew: float = 0.0
     transposed: bool = False
 
@@ -215,7 +213,7 @@ def autoencoder(hidden: tuple[int, ...], dropout: float = 0.0):
 
 def _lengths(workload: Workload, rng: np.random.Generator) -> np.ndarray:
     """Row lengths that sum to `entries`."""
-    wish = rng.lognormal(0, workload.spread, workload.batch)
+    wish = rng.lognormal(0, 1, workload.batch)
     # Cumulative rounding keeps the sum exact.
     ends = np.rint(np.cumsum(wish) / wish.sum() * workload.entries).astype(np.int64)
     return np.diff(ends, prepend=0)

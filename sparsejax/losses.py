@@ -60,7 +60,7 @@ class ElementwiseLoss(abc.ABC):
         labels: Float[Array, "..."],
         listed: Bool[Array, "..."],
     ) -> Float[Array, "..."]:
-        """`listed(scores, labels)` where there is a label, else `absent(scores)`."""
+        """The loss of each score: `listed` where a label is stored, and `absent` elsewhere."""
         others = jnp.zeros_like(scores) if self.ignore_zeros else self.absent(scores)
         return jnp.where(listed, self.listed(scores, labels), others)
 

@@ -224,7 +224,7 @@ class Tables(Owner):
         return exports.export(self, path, parts, values, optimizer, state=state)
 
     def parts(self, *, prefix: str = "", within: Sequence[Any] = ()) -> list[Part]:
-        """The stacks, in the form for exports of changes.
+        """A `Part` for each stack, from which `export_changes` writes the stack.
 
         Args:
           prefix: path of this collection, with which the names of tables begin.

@@ -65,9 +65,9 @@ def linear_cross_entropy(
     differentiable in reverse mode in `h`, `kernel`, `bias`, `scale` and `weights`. Losses
     and sums are float32.
 
-    Rows with target -1 are ignored: they add nothing to loss and gradients, whatever is in
-    also take almost no time if `targets` is a NumPy array (on one device), and little time
-    in the two forms below. Otherwise they are computed: if many rows are ignored, remove them
+    Rows with target -1 are ignored: they add nothing to loss and gradients, whatever values
+    they have. They take almost no time if `targets` is a NumPy array (on one device), and
+    little time in the two forms below. Otherwise they are computed: if many rows are ignored, remove them
     from `h` first. If all rows are ignored or have weight 0, the result and the gradients
     are 0.
 

@@ -112,7 +112,7 @@ class RowRule(Protocol):
     def step(
         self, w: jax.Array, state: State, gradient: jax.Array, numbers: Any, /
     ) -> tuple[jax.Array, State]:
-        """The rows after one more step with these `numbers`; they must be up to date before."""
+        """Weights and state of rows after one more step; both are up to date before it."""
         ...
 
 

@@ -404,7 +404,7 @@ class Optimizer(nnx.Pytree):
         jax.tree_util.tree_map_with_path(grow, self.dense, fresh, is_leaf=is_variable)
 
     def rows_within(self, path: Path, kernel: RowParam) -> dict[str, nnx.OptState]:
-        """The state of a kernel's rows; only the end of the kernel's path is given.
+        """The optimizer state of a kernel's rows, found by the end of the kernel's path.
 
         Raises:
           ValueError: the optimizer has no such kernel, or several of them.

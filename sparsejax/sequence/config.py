@@ -93,7 +93,7 @@ class SequenceConfig(ModelConfig):
         return self.suited_to_lengths(np.diff(data.indptr))
 
     def suited_to_lengths(self, lengths: np.ndarray) -> Self:
-        """`suited_to` for data whose rows have these numbers of entries.
+        """A copy that suits data whose rows have these numbers of entries; see `suited_to`.
 
         >>> SASRecConfig(width=64).suited_to_lengths(np.array([80])).max_length
         100

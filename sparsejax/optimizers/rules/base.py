@@ -108,7 +108,7 @@ class Rule:
         return jnp.asarray(rate, jnp.float32)
 
     def dense(self) -> optax.GradientTransformation:
-        """The dense form of the rule, for ordinary parameters."""
+        """The optax transformation that trains ordinary parameters by this rule."""
         raise NotImplementedError
 
     def init(self, shape: tuple[int, int]) -> State:
@@ -148,7 +148,14 @@ class Rule:
         numbers: Any,
         /,
     ) -> tuple[jax.Array, State]:
-        """The rows after one more step with these `numbers`; they must be up to date before."""
+        """Weights and state of rows after one more step.
+
+        Args:
+          w: weights, which are up to date with all steps before.
+          state: state arrays, up to date like `w`.
+          gradient: gradient of the rows.
+          numbers: numbers of this step, as `numbers` returns them.
+        """
         raise NotImplementedError
 
     @property
@@ -170,13 +177,14 @@ class Rule:
         numbers: Sequence[jax.Array],
         shared: Sequence[jax.Array],
     ) -> tuple[jax.Array, State]:
-        """`catch_up` with the numbers that `lag_table` has for the lags of these rows.
+        """The rows after the steps that they have missed, by coefficients of `lag_table`.
 
         Args:
           w: weights.
           state: state arrays.
-          numbers: a column `[rows, 1]` for each column of `by_lag`.
-          shared: scalars.
+          numbers: coefficients for the lag of each row: a column `[rows, 1]` for each column
+            of `LagTable.by_lag`.
+          shared: numbers of the table that apply to all rows.
         """
         raise NotImplementedError
 
@@ -190,7 +198,7 @@ class Rule:
         return missed_steps.constant(self.missed(self.learning_rate), lag)
 
     def latest_missed(self, count, most: int) -> Linear:
-        """The last 0 to `most` steps, if their gradients were zero."""
+        """The last 0, 1, ..., `most` steps until step `count`, combined, with gradients of zero."""
         if callable(self.learning_rate):
             return missed_steps.latest(self._missed_number, count, most)
         return missed_steps.latest(self.missed(self.learning_rate), count, most)
