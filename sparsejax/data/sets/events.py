@@ -196,7 +196,7 @@ class Events:
             found = np.where(np.isnan(found), missing or 0, found)  # of a label
         elif weights is not None:
             wanted = weights if targets is None else targets
-            if not any(weights[kind] > 0 for kind in weights if kind in wanted):
+            if not any(weights[kind] for kind in weights if kind in wanted):
                 raise ValueError("no event is a target with a positive weight")
             found = np.zeros_like(found)
             for kind, weight in weights.items():
