@@ -477,7 +477,7 @@ def _summed(
 
 
 class TIN(_HistoryModel[TINConfig]):
-    """Ids of a history, with their places, meet the candidate, which also scales their sum.
+    """Attention of the candidate to a history with places; the sum is multiplied by the candidate.
 
     The Temporal Interest Network of Zhou et al. 2024 (arXiv:2308.08487). A *history* and its
     *candidate* are those of `DIN`::

@@ -310,7 +310,7 @@ class Predictor:
         """The names of the recommended items of each row.
 
         Raises:
-          ValueError: the predictor was exported without names, or is of clicks.
+          ValueError: the predictor was exported without names, or its model predicts clicks.
         """
         return self._method("names")(found)
 

@@ -397,7 +397,7 @@ class SequenceDataset(NamedRows):
         return dataclasses.replace(self, users=found)
 
     def with_context(self, context: Any) -> SequenceDataset:
-        """Adds the context: what is known of the next event of each history.
+        """Adds the context: columns that are known before the next event of each history.
 
         >>> events = [{"user": "ann", "item": "tea", "hour": 9}]
         >>> schema = EventSchema(ids={"hour": HashedColumn(25)}, context=["hour"])
