@@ -11,10 +11,11 @@ all sizes are tiny, and `JAX_NUM_CPU_DEVICES=8` makes the devices. Predictions a
 Items: 8 or 40 million in and out, 256 units, RMSProp, fused, 64 entries a row, zipf .8. *Epoch* is
 that of `epoch.py`. *Dlrm* has the 26 tables of `workloads.clicks_to_fit`; *dynamic* has dynamic
 ones. HSTU, SASRec and the GRU have width 256, 4 heads, 2 blocks and 1,024 sampled negatives among
-1,000,000 items, or the exact softmax over 200,000, as has the *own* model of a page; lengths are lognormal, 70 entries in the mean. *Big* is a
-table of 400 M rows of 256 numbers, or of as many as half of the devices and the disk have room for:
-its training is killed behind its first checkpoint and goes on with half of the devices. Ways name the
-mesh axis; *narrow* sends bfloat16, *same* is `fit(deterministic=True)`, trained twice.
+1,000,000 items, or the exact softmax over 200,000, as has *own*, a model of `docs/own_models.md`;
+lengths are lognormal, 70 entries in the mean. *Big* is a table of 400 M rows of 256 numbers, or of
+as many as half of the devices and the disk have room for: its training is killed behind its first
+checkpoint and goes on with half of the devices. Ways name the mesh axis; *narrow* sends bfloat16,
+*same* is `fit(deterministic=True)`, trained twice.
 """
 
 from __future__ import annotations

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -208,15 +207,14 @@ class Epochs:
                 after=functools.partial(made, first + sizes.steps),
             )
 
-        for first in range(position, len(rows), sizes.steps):
-            yield cast(Dispatch, made(first))
+        yield from filter(None, map(made, range(position, len(rows), sizes.steps)))
 
     def _first_after(self, data: Resident, epoch: int) -> Dispatch | None:
         """The first dispatch of the next epoch; None if there is none or data are in chunks."""
         following = epoch + 1
         if following == self.num_epochs or len(self._examples.chunks) > 1:
             return None
-        (dispatch, *_) = itertools.islice(self._of_chunk(data, 0, following, 0), 1)
+        dispatch = next(self._of_chunk(data, 0, following, 0))
         self._ahead[following] = dispatch.rows
         return dispatch
 
