@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels import mosaic as plgpu
 from pallas_kernels import score_tiles as tiles
@@ -30,8 +30,8 @@ _STORE = 32  # columns that are written at once: 128 bytes
 
 
 def maxima(
-    h: Float[Array, "batch hidden"],
-    kernel: Float[Array, "items hidden"],
+    h: Shaped[Array, "batch hidden"],
+    kernel: Shaped[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
     scale: Float[Array, "items"] | None,
     words: Int[Array, "counted words"] | None,

@@ -3,12 +3,14 @@
 import contextlib
 import datetime
 import gc
+import inspect
 import os
 import pathlib
 import signal
 import tempfile
+import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import jax
@@ -131,6 +133,13 @@ def wrong_types() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def is_here(request) -> Callable[[warnings.WarningMessage], bool]:
+    """Whether a warning points to the test, or to the check of annotations that it calls."""
+    files = str(request.path), inspect.getsourcefile(jaxtyping.jaxtyped)
+    return lambda warning: warning.filename in files
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ class FeatureBatch:
     keys: dict[str, TableKeys] = dataclasses.field(default_factory=dict)
     assigned: bool = dataclasses.field(default=False, metadata={"static": True})
     stage: Array | None = None
-    rows: dict[str, Array] = dataclasses.field(default_factory=dict)
+    rows: dict[str, Array | None] = dataclasses.field(default_factory=dict)
     new: dict[str, Array] = dataclasses.field(default_factory=dict)
     routes: dict[str, DividedRows | SentKeys] = dataclasses.field(default_factory=dict)
 

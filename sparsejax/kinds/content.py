@@ -18,7 +18,7 @@ from sparsejax.nn.item_content import ContentSizes, ItemContent
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 
 
-def content_of(model: nnx.Module) -> ItemContent | None:
+def content_of(model: nnx.Module | None) -> ItemContent | None:
     """The content module in a model's output layer, or None."""
     return getattr(getattr(model, "output", None), "content", None)
 

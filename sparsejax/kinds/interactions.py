@@ -227,7 +227,7 @@ class Interactions[
     def load_known(self, path: pathlib.Path) -> Names:
         return SparseDataset.load(path).feature_names
 
-    def num_known(self, known: Names) -> int:
+    def num_known(self, known: Names | SequenceDataset) -> int:
         return len(item_names(known))
 
     def fingerprint_of(self, known: Names) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from sparsejax.options.option import (
     COLUMN,
@@ -17,6 +17,7 @@ from sparsejax.options.option import (
 
 # As `sparsejax.ops` has it.
 Precision = Literal["highest", "high", "default"]
+_PATH = Flag(type=pathlib.Path | None, value="FILE")
 _WITH_COLUMNS: tuple[KindName, ...] = ("clicks", "histories")
 
 
@@ -119,7 +120,7 @@ class Clicks(Options):
     describes: ClassVar[KindName] = "clicks"
     heading = "clicks_and_events"
 
-    schema: pathlib.Path | None = option(None, FILE, kinds=_WITH_COLUMNS)
+    schema: Any = option(None, _PATH, kinds=_WITH_COLUMNS)
     label: str | None = option(None, COLUMN, kinds=("clicks",))
     kind: str | None = option(None, COLUMN, kinds=("histories",))
     dense: tuple[str, ...] = option((), COLUMN, kinds=_WITH_COLUMNS)

@@ -41,6 +41,7 @@ from sparsejax.predictors.ranking import (
     Items,
     Known,
     NameLists,
+    Numbers,
     some_of,
 )
 from sparsejax.predictors.runtime import Programs, Rows
@@ -263,7 +264,7 @@ class Ordered(Items):
     def _values_of(
         self,
         histories: Sequence[Sequence[str]],
-        values: Sequence[Sequence[float]],
+        values: Numbers,
         known: Known,
     ) -> np.ndarray:
         raise ValueError("a model of histories reads no values; leave out values")

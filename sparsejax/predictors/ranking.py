@@ -37,6 +37,8 @@ from sparsejax.predictors.signature import (
 )
 from sparsejax.sparse import CSR, host_rows
 
+Numbers = Sequence[Sequence[float]] | Sequence[np.ndarray]
+
 # Capacity: this many entries for each row, and at least this many in total.
 _ENTRIES, _LEAST_ENTRIES = 64, 256
 _NO_PLACES = np.empty(0, np.int64)
@@ -216,7 +218,7 @@ class Items:
         k: int | None,
         exclude_seen: bool,
         unknown: Literal["skip", "error"],
-        times: Sequence[float] | Sequence[Sequence[float]] | None,
+        times: Sequence[float] | Numbers | None,
         columns: Mapping[str, Any] | None = None,
         **which: Any,
     ) -> list[str] | list[list[str]]:
@@ -242,7 +244,7 @@ class Items:
         matrix = self._matrix_of(known)
         rows, at = np.arange(matrix.num_rows), None
         if times is not None:
-            given = cast(Sequence[Sequence[float]], [times] if one else times)
+            given = cast(Numbers, [times] if one else times)
             at = self._times_of(several, given)
         shown = self._shown(known, matrix, at, beside)
         seen = matrix if exclude_seen else None
@@ -297,8 +299,8 @@ class Items:
         self,
         histories: NameLists | Sequence[Sequence[str]],
         *,
-        times: Sequence[Sequence[float]] | None = None,
-        values: Sequence[Sequence[float]] | None = None,
+        times: Numbers | None = None,
+        values: Numbers | None = None,
         exclude: NameLists | Sequence[Sequence[str]] | None = None,
         exclude_seen: bool = True,
         only: NameLists | None = None,
@@ -443,7 +445,7 @@ class Items:
         return Known(numbers[is_known], before[lists.indptr])
 
     def _times_of(
-        self, histories: Sequence[Sequence[str]], times: Sequence[Sequence[float]]
+        self, histories: Sequence[Sequence[str]], times: Numbers
     ) -> np.ndarray:
         """The times of the known items of all histories, concatenated."""
         if isinstance(times, str) or len(times) != len(histories):
@@ -469,7 +471,7 @@ class Items:
     def _values_of(
         self,
         histories: Sequence[Sequence[str]],
-        values: Sequence[Sequence[float]],
+        values: Numbers,
         known: Known,
     ) -> np.ndarray:
         """The values of the known items, in the order of the entries of `_matrix_of`."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from sparsejax.data.sets.event_schema import CONTEXT, USERS
 from sparsejax.embeddings.config import check_floating
@@ -250,7 +250,7 @@ class SequenceModel(nnx.Module):
         more = [(0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)]
         return jnp.pad(x, more, constant_values=fill)
 
-    def _with_users(self, histories: Ids) -> Ids:
+    def _with_users(self, histories: Ids) -> Int[Array, "batch places"]:
         """Adds the position of users in front of the histories."""
         return self._front(histories, _USER)
 
@@ -975,8 +975,8 @@ def _last_place(histories: Ids) -> Int[Array, "batch"]:
 
 
 def _of_targets(
-    weights: Float[Array, "batch length"], tokens: Tokens
-) -> Float[Array, "tokens"]:
+    weights: Shaped[Array, "batch length"], tokens: Tokens
+) -> Shaped[Array, "tokens"]:
     """The weight of each token's next item."""
     return weights[tokens.rows, tokens.places + 1]
 

@@ -164,6 +164,7 @@ def test_wrong_lines(tmp_path, change, message):
         sj.read_clicks(path, SCHEMA)
 
 
+@pytest.mark.usefixtures("wrong_types")
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -442,6 +442,7 @@ def test_wrong_lines(tmp_path, line, message):
         list(sj.data.scan_clicks(tmp_path / "a.tsv", schema).chunks())
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_wrong_files(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('label,I1,I2,C1\n1,2,3,"a\nb"\n')

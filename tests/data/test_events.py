@@ -325,6 +325,7 @@ def test_scanned_columns_are_those_in_memory(form, group, tmp_path):
         assert len({each.fingerprint() for each in prints}) == 3
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_columns_that_cannot_be_scanned(tmp_path):
     table = two_files(tmp_path / "t", 7)
     with pytest.raises(DataError, match="there is no column 'nosuch'"):

@@ -73,6 +73,7 @@ def test_each_part_has_the_pairs_of_its_events(seed, repeats):
             np.testing.assert_array_equal(part.row_names, data.row_names)
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_what_is_told_and_refused():
     table = pa.table(
         {

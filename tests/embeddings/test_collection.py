@@ -198,6 +198,7 @@ def test_lists_in_any_order(collection, packed):
         assert_close(got[name], want[name], terms=8, magnitude=4)
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_large_numbers_are_outside_a_table(collection):
     lists = as_lists(random_ids())
     for number in (700, 2**31 - 1, 2**32 + 5, 2**63):
@@ -838,6 +839,7 @@ def test_ahead_says_which_batches_have_places():
         next(collection_of(dynamic, short).ahead([{"new": three}]))
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_ahead_of_tables_in_host_memory():
     """Ids of other tables are sent, and the rows in host memory come behind that."""
     hosted = {"host": True, "device_rows": 256}

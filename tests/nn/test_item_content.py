@@ -278,6 +278,7 @@ def test_new_items_are_their_content():
     near(content.vectors_with(kernel)[250:], want[250:], jnp.float32, 64)
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_arrays_that_span_processes_are_exchanged(monkeypatch):
     taken = []
 

@@ -233,6 +233,7 @@ def test_edges():
         NegativeSampler.uniform(0)
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_products_of_bfloat16():
     """Operands and slopes are rounded, to 8 bits; sums are not."""
     rng = np.random.default_rng(0)

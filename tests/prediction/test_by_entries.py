@@ -79,6 +79,7 @@ def test_of_histories():
     ) == pytest.approx(1)
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_what_cannot_be():
     train, heldout = (scipy.sparse.csr_array(x) for x in some_data())
     config = sj.NetworkConfig.autoencoder((8,))

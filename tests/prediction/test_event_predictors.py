@@ -112,6 +112,7 @@ def test_a_list_that_is_missing_is_empty_also_where_there_is_no_list(given):
     np.testing.assert_array_equal(found[0], found[1])
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_wrong_requests_are_errors(given):
     model, data, path = given
     predictor = sj.load_predictor(path)

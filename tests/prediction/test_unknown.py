@@ -202,7 +202,7 @@ def test_users_whose_items_are_all_unknown_lower_the_mean(shop):
     ("unknown", "route"),
     [("miss", Shop.split), ("skip", Shop.split), ("miss", Shop.two_files)],
 )
-def test_among_candidates(shop, unknown, route):
+def test_among_candidates(shop, unknown, route, is_here):
     """Unknown candidates are left out; unknown held-out items come behind all.
 
     They may have a column, and a model may rank them high.
@@ -233,7 +233,7 @@ def test_among_candidates(shop, unknown, route):
         )
         with pytest.warns(UserWarning, match=text) as told:
             found = sj.evaluate(model, shown, heldout, **options)
-        assert told[0].filename == __file__
+        assert is_here(told[0])
     of_model, of_popularity = (
         by_hand(ranked, shop.wanted, set(shop.items), unknown)
         for ranked in shop.ranked(among)
@@ -379,7 +379,7 @@ def repeating(shop) -> tuple[Histories, Histories]:
     return shop.shown, {row: wanted[row] for row in rows}
 
 
-def test_repeats_are_missed_and_told(shop, repeating):
+def test_repeats_are_missed_and_told(shop, repeating, is_here):
     shown, wanted = repeating
     repeats = sum(len(shown[row] & items) for row, items in wanted.items())
     total = sum(map(len, wanted.values()))
@@ -388,7 +388,7 @@ def test_repeats_are_missed_and_told(shop, repeating):
     with pytest.warns(UserWarning) as caught:
         found = sj.evaluate(model, data, heldout, **OPTIONS)
     [warning] = caught
-    assert warning.filename == __file__
+    assert is_here(warning)
     text = (
         f"{repeats:,} of {total:,} held-out entries ({repeats / total:.1%}) are exclu"
     )

@@ -377,6 +377,7 @@ def test_the_dtype_that_suits_a_device(config, monkeypatch):
     assert config.suited_to_lengths(lengths) == config
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_the_divisor_of_a_configuration():
     old = sj.sequence.SequenceConfig.from_json(
         {"version": 1, "model": "hstu", "max_length": 200}

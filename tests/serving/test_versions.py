@@ -271,13 +271,14 @@ def test_versions_that_are_kept(tmp_path, files):
 def test_what_cannot_be_made_leaves_no_threads(tmp_path, files, monkeypatch):
     engines = []
 
-    def third(*given, **options):
-        engines.append(Engine(*given, **options))
-        if len(engines) == 3:
-            raise RuntimeError("out of memory")
-        return engines[-1]
+    class Third(Engine):
+        def __init__(self, *given, **options):
+            super().__init__(*given, **options)
+            engines.append(self)
+            if len(engines) == 3:
+                raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(serving_service, "Engine", third)
+    monkeypatch.setattr(serving_service, "Engine", Third)
     service = Service("films", Settings(shapes=(Shape(1, 256),), similar=True))
     before = threading.active_count()
     with contextlib.closing(service), pytest.raises(RuntimeError, match="of memory"):

@@ -191,7 +191,8 @@ def test_rows_in_host_memory_have_the_bits_of_the_device(many, tmp_path):
     def fit(config, folder=None, **options):
         model, optimizer = new(many, config)
         folder = None if folder is None else tmp_path / folder
-        options |= {"checkpoint_dir": folder, "checkpoint_seconds": 0.0}
+        if folder is not None:
+            options |= {"checkpoint_dir": folder, "checkpoint_seconds": 0.0}
         history = sj.fit(model, optimizer, many, **batches, **options)
         return model, optimizer, [epoch["loss"] for epoch in history]
 

@@ -417,6 +417,7 @@ class Losses:
         return np.asarray(self.losses)
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_the_next_dispatch_is_launched_before_the_losses_are_awaited(monkeypatch):
     train, _ = checkerboard(60, 20)
     launch, calls = training.Program.launch, []

@@ -210,6 +210,7 @@ def test_an_address_of_a_folder_here_is_a_folder_here(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_a_file_that_was_emptied_skips_no_rows_of_the_next():
     progress = Followed({}, examples=64, file="a")
     feed = Feed(names=lambda: ["a", "b"], read=lambda name: None, seconds=1)
@@ -225,6 +226,7 @@ def test_categories_must_be_known_beforehand(tmp_path):
         sj.Run.train(tmp_path, schema=schema, dynamic=512, follow=True)
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_an_empty_folder_makes_no_file_forgotten():
     progress, looks = Followed({}, files=["a", "b"]), [["a", "c"], ["a", "b"], []]
     feed = Feed(names=looks.pop, read=lambda name: None, seconds=1)
@@ -234,6 +236,7 @@ def test_an_empty_folder_makes_no_file_forgotten():
     assert progress.files == ["a"]
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_an_export_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
     full, written, said = concurrent.futures.Future(), concurrent.futures.Future(), []
     full.set_exception(OSError("the disk is full"))

@@ -283,6 +283,7 @@ def test_predictors_that_take_no_new_items(tmp_path, features):
         sj.export_predictor(model, path, names=data, item_features=other)
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_what_cannot_be(features):
     data, wrong = histories(), cast(Any, {"i0": ["k0"]})
     with pytest.raises(ValueError, match="none of .* has content"):

@@ -124,7 +124,7 @@ class NameIndex:
         self._views = memoryview(self.shifts), memoryview(self.table)
         self._others = {self._name(place): place for place in others}
 
-    def _name(self, place: int) -> bytes:
+    def _name(self, place: int | np.integer) -> bytes:
         return self._encoded[self._ends[place] : self._ends[place + 1]]
 
     def _fill(self, hashes: np.ndarray) -> None:

@@ -228,4 +228,5 @@ def _column_of(column: pa.Array) -> DenseColumn | None:
 def _are_titles(column: pa.Array) -> bool:
     """Whether texts are useless as categories, because most of them occur once."""
     counts = arrow.numbers(column.drop_null().value_counts().field("counts"))
-    return counts.sum() >= FEW_TEXTS and (counts == 1).sum() > ONCE * counts.sum()
+    count = int(counts.sum())
+    return count >= FEW_TEXTS and int((counts == 1).sum()) > ONCE * count

@@ -127,7 +127,7 @@ def inputs_of(
 
 
 def unordered(
-    what: str, source: Unordered, sequences: SequenceDataset
+    what: str, source: Unordered, sequences: SequenceDataset | SparseDataset
 ) -> SparseDataset | Source | None:
     """Converts an argument about items, such as `exclude`, to a matrix.
 

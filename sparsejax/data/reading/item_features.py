@@ -258,7 +258,9 @@ class _Read(NamedTuple):
     items: np.ndarray
     separator: str
 
-    def wrong(self, column: str, problem: str, at: int | None = None) -> DataError:
+    def wrong(
+        self, column: str, problem: str, at: int | np.integer | None = None
+    ) -> DataError:
         of = "" if at is None else f" of item {str(self.items[at])!r}"
         return DataError.at(self.path, f"column {column!r}{of} {problem}")
 

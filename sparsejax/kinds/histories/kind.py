@@ -339,7 +339,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             found.append(f"columns of users: {', '.join(data.users.schema.used)}")
         return found
 
-    def known_of(self, data: SequenceDataset) -> Any:
+    def known_of(self, data: Any) -> Any:
         if EventSizes.of_data(data) is None:
             return super().known_of(data)
         return data.without_rows()
