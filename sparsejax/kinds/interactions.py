@@ -211,7 +211,11 @@ class Interactions[
         return []
 
     def add_new(
-        self, model: Any, known: Names, data: Data, optimizer: Optimizer | None
+        self,
+        model: Any,
+        known: Names | SequenceDataset,
+        data: Data,
+        optimizer: Optimizer | None,
     ) -> None:
         new = data.num_features - self.num_known(known)
         model.add_items(new, optimizer=optimizer)

@@ -49,7 +49,8 @@ _USER = PADDING - 1  # id of the position of users
 
 Ids = Int[Array, "batch length"]
 Times = Float[Array, "batch length"] | None
-Vectors = Float[Array, "batch length width"]
+# A place more than the histories have, if users are in front of them.
+Vectors = Float[Array, "batch places width"]
 TokenVectors = Float[Array, "tokens width"]
 
 

@@ -214,6 +214,7 @@ def test_a_run_warns_once_after_training():
         run.evaluate(others)
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_categories_that_share_an_id_are_told(tmp_path, is_here):
     """They are one group. A file has the categories themselves."""
     rng = np.random.default_rng(0)
