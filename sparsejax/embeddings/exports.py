@@ -374,7 +374,11 @@ def _compared(spec: P, rows: Rows, told: _Told):
     """The new content of the folder, which rows differ, and which keys are gone."""
 
     def compared(rows, told):
-        hashes = _hashed(_flat(rows), jnp)
+        columns = [
+            array.reshape(-1) if files.is_number(name) else array
+            for name, array in rows.columns.items()
+        ]
+        hashes = _hashed(columns, jnp)
         if rows.keys is None or rows.used is None or told.keys is None:
             used = jnp.ones(len(hashes), bool)
             changed = ~told.used | jnp.any(hashes != told.hashes, axis=1)
@@ -403,13 +407,6 @@ def _compared_on_host(rows: Rows, told: _OnHost) -> np.ndarray:
         differs[some] = (hashes != told.hashes[some]).any(axis=1)
         told.hashes[some] = hashes
     return differs
-
-
-def _flat(rows: Rows) -> list[jax.Array]:
-    return [
-        array.reshape(-1) if files.is_number(name) else array
-        for name, array in rows.columns.items()
-    ]
 
 
 def _hashed(columns: Sequence[Any], xp: Any) -> Any:
@@ -563,7 +560,9 @@ def _read(
                 there.hashes[rows] = _hashed([given.pop(name) for name in names], np)
             if given:
                 told[at].used[rows] = True
-                told[at].hashes[rows] = _hashed([*given.values()], np)
+                # in the order in which a compiled program has the columns
+                columns = [given[name] for name in sorted(given)]
+                told[at].hashes[rows] = _hashed(columns, np)
         lost.append(gone)
     contents = [
         _Content(jax.device_put(each, sharding_of(spec_of(part.stack, 1))), there)

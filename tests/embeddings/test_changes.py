@@ -210,6 +210,8 @@ def test_only_what_was_touched_is_written(tmp_path):
     other = Clicks({"user": TABLES["user"]}, seed=1)
     assert sj.apply_changes(other.embeddings, tmp_path / "alone") == told
     assert other.embeddings.ids("user").tolist() == collection.ids("user").tolist()
+    # As after a restart: the rows of the folder are read, and none differs.
+    assert other.embeddings.export_changes(tmp_path / "alone", None).result().rows == 0
     with pytest.raises(ValueError, match="of other tables"):
         sj.apply_changes(other, tmp_path / "alone")
 
