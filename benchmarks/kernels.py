@@ -89,7 +89,8 @@ def _measure(part: str) -> Iterator[dict]:
                 with reported(part, *map(str, trial.names.values()), candidate):
                     more = {"kernels": True} if ours and measure is measure_jax else {}
                     found = measure(function, trial.inputs, trial.check, **more)
-                    found["kernel"] += trial.more.get(candidate, 0.0)
+                    more_time = trial.more.get(candidate, 0.0)
+                    found["kernel"] = round(found["kernel"] + more_time, 1)
                     yield trial.names | {"implementation": candidate} | found
 
 
