@@ -96,9 +96,11 @@ class TwoStage:
 
         Raises:
           DataError: a table cannot be read.
+          TypeError: an argument has the wrong type.
           ValueError: a run is of the wrong kind. A column of the second stage has no source, or
               two.
         """
+        _check_types(asked)
         self._first, self._reading = asked.retrieval._kept, asked.retrieval._reading
         self._second, self._asked = asked.ranking._kept, asked
         _check_kinds(self._first.settings, self._second.settings)
@@ -391,6 +393,43 @@ class TwoStage:
             raise ValueError(
                 f"k is {k:,}, but the first stage finds {self._asked.candidates:,} candidates"
             )
+
+
+def _check_types(asked: Join) -> None:
+    """Raises TypeError for an argument of the wrong type."""
+    number = int | float | np.integer | np.floating
+    for name, expected, is_right in (
+        (
+            "retrieval",
+            "a Run, as sj.Run.load reads it",
+            hasattr(asked.retrieval, "_kept"),
+        ),
+        ("ranking", "a Run, as sj.Run.load reads it", hasattr(asked.ranking, "_kept")),
+        (
+            "request_columns",
+            "a list of names",
+            not isinstance(asked.request_columns, str),
+        ),
+        (
+            "lengths",
+            "a whole number above 0 for each of some columns, such as {'had': 50}",
+            asked.lengths is None or _holds(asked.lengths, int | np.integer, least=1),
+        ),
+        (
+            "rank_by",
+            "the name of a label, or a number for each of some, such as {'buy': 20}",
+            isinstance(asked.rank_by, str | None) or _holds(asked.rank_by, number),
+        ),
+    ):
+        if not is_right:
+            raise TypeError(f"{name} is {expected}, got {getattr(asked, name)!r:.80}")
+
+
+def _holds(given: Any, kind: Any, least: float = -math.inf) -> bool:
+    """Whether `given` maps to numbers of a kind, none of which is below `least`."""
+    return isinstance(given, Mapping) and all(
+        isinstance(each, kind) and not each < least for each in given.values()
+    )
 
 
 def _places_of(

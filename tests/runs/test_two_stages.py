@@ -377,6 +377,26 @@ def test_each_column_comes_from_one_place() -> None:
         sj.TwoStage(one, one)
 
 
+@pytest.mark.usefixtures("wrong_types")
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("retrieval", "run"),
+        ("ranking", None),
+        ("request_columns", "device"),
+        ("lengths", {"had": 2.5}),
+        ("lengths", {"had": 0}),
+        ("lengths", [3]),
+        ("rank_by", ["click"]),
+        ("rank_by", {"click": "1"}),
+    ],
+)
+def test_arguments_have_their_types(name: str, given: Any) -> None:
+    options: Any = {"retrieval": retrieval("items"), "ranking": ranking("din")}
+    with pytest.raises(TypeError, match=f"^{name} is a|^{name} is the name"):
+        sj.TwoStage(**options | COLUMNS | {name: given})
+
+
 def test_both_stages_find_more_than_each_alone() -> None:
     """The history tells the group of items, and the mood of the request tells which of them."""
     rng = np.random.default_rng(0)
