@@ -379,8 +379,10 @@ def _made(name: str, batch: int) -> tuple[Callable, Any, dict[str, Any]]:
     if case.kind == "clicks":
         dtype, *rows = case.given
         tables, size = (DLRM_IDS, 2**20) if on_gpu else ((_FEW, *(500,) * 25), 256)
-        dynamic = sj.clicks.DynamicTables(num_rows=rows[0] if on_gpu else 2**10)
-        more = {"dtype": dtype, "dynamic": dynamic if rows else None, "examples": size}
+        more = {"dtype": dtype, "examples": size}
+        for most in rows:
+            most = most if on_gpu else 2**10
+            more["dynamic"] = sj.clicks.DynamicTables(num_rows=most)
         config, data, rule = clicks_to_fit(
             rng, tables, dim=128 if on_gpu else 8, **more
         )
