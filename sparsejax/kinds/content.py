@@ -186,7 +186,7 @@ def _vectors(output: SparseOutput) -> jax.Array:
 
 
 def _parts(features: ItemFeatures):
-    """Tags and vectors without zero entries: a zero counts as no content."""
+    """Tags and vectors of items. Stored zeros of tags are removed, because they are no content."""
     if not len(features.tag_names):
         return None, features.vectors
     tags = features.tags

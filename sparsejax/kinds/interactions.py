@@ -129,7 +129,8 @@ class Interactions[
                 training.say(f"validation: {parts}")
             validation = fingerprint_of_heldout(self.matrix(heldout), data.row_names)
             if getattr(heldout, "events", None) is not None:
-                # The event columns of the rows select the targets, and are the context.
+                # Event columns select the targets and are the context, so the fingerprint covers
+                # them.
                 own = heldout.align_rows(np.sort(heldout.row_names))
                 validation = f"{validation}-{self.fingerprint(own)}"
         return Source(
@@ -288,7 +289,7 @@ class Interactions[
             )
         model, names = run.model(), item_names(run.known)
         if asked.inputs is None:
-            # Without data, popularity is taken from the vocabulary, which is ordered by it.
+            # Without data, popularity is the order of the vocabulary: popular items come first.
             counts = -popularity_ranks(len(names))
             return Findings(model=model, facts=[f"{len(names):,} items"], counts=counts)
         measured = heldout = None

@@ -38,7 +38,8 @@ from sparsejax.options.predicting import Recommend, Write
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Fit, Training
 
-# Writes the part of a model that is fitted on all data, also on the held-out data, into a file.
+# Function that writes to a file the part of a model that is fitted on all data, including
+# held-out data.
 Final = Callable[[pathlib.Path], None]
 
 
@@ -114,7 +115,7 @@ class Range(NamedTuple):
     log: bool = False
 
 
-# Settings that `tune` draws: for each name a range, or a tuple of values.
+# Settings that `tune` draws: a range or a tuple of values for each setting's name.
 Tuned = Mapping[str, Range | tuple[int, ...]]
 
 

@@ -11,7 +11,7 @@ from sparsejax import metrics
 from sparsejax.data.sets.click_schema import LabelColumn
 
 METRICS = ("auc", "log_loss", "normalized_entropy", "calibration")
-# Names of metrics for numeric labels, by loss.
+# Name of the metric of numeric labels, for each loss.
 OF_NUMBERS = {
     "log_loss": "log_loss",
     "squared": "squared_error",
@@ -53,7 +53,7 @@ def probabilities_of(logits: np.ndarray) -> np.ndarray:
 
 def of_binary(found: Found, label: str = "labels") -> dict[str, float]:
     """The metrics of a binary label. `label` is its name in warnings."""
-    # Float64, so that probabilities near 0 or 1 are not rounded to 0 or 1.
+    # In float64, probabilities near 0 or 1 are not rounded to 0 or 1.
     p = probabilities_of(found.logits.astype(np.float64))
     weights, groups = found.weights, found.groups
     log_loss = {"log_loss": metrics.log_loss(p, found.labels, weights)}

@@ -58,7 +58,7 @@ def split(model: Any) -> tuple[Callable[[Any], Any], Any]:
         if isinstance(node, nnx.Variable):
             node.set_metadata(out_sharding=None)  # the program is for one device
         elif hasattr(node, "implementation"):
-            # A GPU program is compiled for one platform; this program must run on two.
+            # A GPU program is compiled for one platform, but this program must run on two.
             node.implementation = "xla"
     graphdef, keys, state = nnx.split(model, nnx.RngState, ...)
     with without_mesh():
@@ -67,7 +67,7 @@ def split(model: Any) -> tuple[Callable[[Any], Any], Any]:
 
 
 def _on_this_process(state: jax.Array) -> jax.Array:
-    """Copies a key or counter, replicated over all processes, to this process's devices."""
+    """Copies a random key or counter, replicated over all processes, to this process's devices."""
     if not jax.dtypes.issubdtype(state.dtype, jax.dtypes.prng_key):
         return jnp.asarray(np.asarray(state))
     words = jnp.asarray(np.asarray(jax.random.key_data(state)))
@@ -75,9 +75,9 @@ def _on_this_process(state: jax.Array) -> jax.Array:
 
 
 def _ends_in_its_layer(model: nnx.Module) -> bool:
-    """Whether `top_k` applies the output layer to the result of `queries`, and nothing else.
+    """Whether `top_k` does nothing but apply the output layer to the result of `queries`.
 
-    A class states this about its own methods only: a subclass may override them.
+    A class may state this only about its own methods, because a subclass may override them.
     """
     if getattr(model, "rank_by", None) is not None:
         return False
@@ -92,7 +92,7 @@ def _ends_in_its_layer(model: nnx.Module) -> bool:
 def _stated_layer(
     layer: SparseOutput, dtype: jnp.dtype, weights: Sequence[jax.Array], *, int8: bool
 ) -> OutputLayer:
-    """Describes a folded output layer whose arrays are among the weights."""
+    """Describes an output layer, with batch norm folded in, whose arrays are among the weights."""
 
     def place(variable: nnx.Variable | None) -> int | None:
         if variable is None:
@@ -113,7 +113,7 @@ def _stated_layer(
 
 
 def _stated_content(model: Any, given: ItemFeatures) -> tuple[NewItems, list[Any]]:
-    """Describes how vectors of new items are computed; returns also the kernels for it.
+    """Describes how vectors of new items are computed, and returns the kernels that compute them.
 
     Raises:
       ValueError: the model has no content, or its content has other sizes.

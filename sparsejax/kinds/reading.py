@@ -82,7 +82,7 @@ def read_file(
 
 
 def _baskets(source: Any) -> list[dict[str, Any]] | None:
-    """Rows from lists of names or of event objects; None if the source has another form."""
+    """Rows made from lists of item names or event objects; None if the source has another form."""
     if not are_baskets(source):
         return None
     return [
@@ -100,7 +100,7 @@ def are_baskets(source: Any) -> bool:
 def _events_in(
     source: Sequence[Sequence[Any]], events: EventSchema | Events | None
 ) -> list[dict[str, Any]]:
-    """A row for each event in histories of objects. A column that an event lacks is missing."""
+    """A row for each event of histories that are lists of objects. Absent columns are missing."""
     flat = [
         (str(n), event if isinstance(event, Mapping) else {"item": event})
         for n, history in enumerate(source)
@@ -151,7 +151,8 @@ def read_histories(
     users, of_run = getattr(features, "users", users), features is not None
     found = _read_histories(source, reading, features, events)
     if users is not None and of_run and are_baskets(source):
-        # A number may be the name of a user in the table, who is someone else.
+        # These rows have numbers as names. In the table, such a number may be the name of another
+        # user.
         nobody = users.rows(np.full(found.num_rows, -1))
         return dataclasses.replace(found, users=nobody)
     if reading.user_features is not None and not of_run and are_baskets(source):
@@ -293,7 +294,7 @@ def check_counted(schema: ClickSchema | EventSchema) -> None:
 
 
 def _options(source: Any, reading: Reading) -> dict[str, Any]:
-    """The arguments of `read` that describe how a source is read."""
+    """Keyword arguments for `read` that describe the source's format."""
     skips = skips_bad_lines(source, reading)
     return reading.values_of(Formatted) | {"skip_bad_lines": skips}
 
@@ -402,7 +403,8 @@ def validation_split(validation: Any, data: Any) -> Any:
     if is_last(validation):
         return data.split_last()
     share = validation_share(validation)
-    # A fixed seed, not the run's, so that runs of several seeds are compared on the same entries.
+    # The seed is fixed and not the run's: runs with different seeds are then compared on the same
+    # entries.
     return None if share is None else data.split(1 - share, seed=0)
 
 

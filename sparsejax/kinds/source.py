@@ -16,7 +16,8 @@ def item_names(known: Any) -> Any:
     return getattr(known, "feature_names", known)
 
 
-# Lowers a program from shapes in place of arrays, and returns a function that compiles it.
+# Function that lowers a program from shapes instead of arrays, and returns a function that
+# compiles it.
 Ahead = Callable[[Any], Callable[[], object]]
 
 

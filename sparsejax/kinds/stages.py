@@ -19,9 +19,9 @@ from sparsejax.predictors.stages import DENSE, IDS, INPUTS
 from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
 
-# Pairs of a row and a candidate that are scored at a time. On two cores, DIN with histories of
-# length 200 took 22 ms of processor time for 64 of 500 candidates at a time, and 17 ms for 16. On
-# a GPU the parts run one after another, and serve only to bound the memory.
+# Number of pairs of a row and a candidate that are scored at a time, on a CPU and on other
+# devices. On two cores, DIN with histories of length 200 took 22 ms of processor time for 64 of
+# 500 candidates at a time, and 17 ms for 16. On a GPU the parts only bound the memory.
 _PAIRS, _PAIRS_OF_GPU = 16, 8192
 
 
@@ -113,25 +113,26 @@ class Stages(nnx.Module):
         if self.ranks == "first":
             return ids, scores
         logits = jnp.where(ids < 0, -jnp.inf, self._logits(x, ids))
-        # NaN ranks first, so that callers find it, including NaN scores of the first stage.
+        # NaN ranks first, so that the caller notices it, also if the first stage's score is NaN.
         logits = jnp.where(jnp.isnan(scores), scores, logits)
         order = jnp.where(jnp.isnan(logits), -jnp.inf, -logits)
         _, ids, logits = lax.sort((order, ids, logits), num_keys=1)
         return self._first_of(ids, logits, k)
 
     def _first_of(self, ids, logits, k: int) -> tuple[jax.Array, jax.Array]:
-        """The first `k` ids and predictions, padded with -1 if there are fewer."""
+        """The first `k` ids and predictions, padded with the id -1 if there are fewer."""
         more = ((0, 0), (0, max(0, k - ids.shape[1])))
         ids = jnp.pad(ids, more, constant_values=-1)[:, :k]
         logits = jnp.pad(logits, more)[:, :k]
         return ids, jnp.where(ids < 0, -jnp.inf, self._scores(logits))
 
     def _best_of_all(self, x, k, exclude, excluded) -> tuple[jax.Array, jax.Array]:
-        """The best of all items by the click model alone."""
+        """Ids and predictions of the `k` best among all items, by the click model alone."""
         rows = next(iter(x.values())).shape[0]
         ids = jnp.arange(self.num_items, dtype=jnp.int32)
         logits = self._logits(x, jnp.broadcast_to(ids, (rows, self.num_items)))
-        # A NaN with a negative sign bit would rank last.
+        # `top_k` ranks a NaN with a positive sign bit first, and one with a negative sign bit
+        # last.
         logits = jnp.where(jnp.isnan(logits), jnp.nan, logits)
         if exclude is not None:
             logits = jnp.where(exclude.todense() > 0, -jnp.inf, logits)
@@ -141,9 +142,9 @@ class Stages(nnx.Module):
         return self._first_of(jnp.where(logits == -jnp.inf, -1, ids), logits, k)
 
     def _logits(self, x: Mapping[str, Any], ids: jax.Array) -> jax.Array:
-        """`[rows, candidates]` logits. Values at positions without an item are undefined.
+        """`[rows, candidates]` logits, which are arbitrary where an id is negative.
 
-        They are computed for a few candidates at a time, so that activations fit in a CPU's cache.
+        A few candidates are computed at a time, so that activations fit in a CPU's cache.
         """
         cpu, gpu = (
             functools.partial(self._logits_in_parts, most)
@@ -193,12 +194,12 @@ class Stages(nnx.Module):
         return logits.reshape(ids.shape)
 
     def _scores(self, logits: jax.Array) -> jax.Array:
-        """The predictions for logits of `_logits`, in equal order."""
+        """Converts logits to predictions, which have the same order."""
         is_share = [each for *_, each in self.ranks_by] in ([], [True])
         return nnx.sigmoid(logits) if is_share else logits
 
     def _ids(self, given, others, rows: int) -> dict[str, Ids]:
-        """Ids for all features; features that are only in `others` get empty lists."""
+        """Ids of the features in `given`, and empty lists for the features of `others` alone."""
         nothing = jnp.zeros((rows, 0), jnp.int32)
         found: dict[str, Ids] = {}
         for name, ids in {**dict.fromkeys(others, nothing), **given}.items():

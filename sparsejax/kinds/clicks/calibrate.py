@@ -105,7 +105,7 @@ def _of_labels(
     names: tuple[str, ...],
     offset: float,
 ) -> Calibrated:
-    """Fits a correction for each binary label for which the examples suffice."""
+    """Fits a correction for each binary label that has enough examples."""
     several = {} if clicks is None else clicks.schema.several
     befores = [column.after for column in several.values()]
     places = [None if n is None else names.index(n) for n in befores]
@@ -121,8 +121,8 @@ def _of_labels(
             "negatives_kept is the share of the examples without the first label of a chain, "
             f"but {', '.join(free)} come after no other label: correct them by examples"
         )
-    # Only examples without the first label were dropped: examples with it are all there, so labels
-    # after it need no offset.
+    # Examples were dropped at random only if they lack the chain's first label. Labels after it
+    # count only examples that have it, so they need no offset.
     found = [Correction(offset=offset * (name in free)) for name in names]
     if clicks is None:
         return Calibrated(model, labels=[*zip(found, places, strict=True)])
@@ -148,7 +148,7 @@ def _of_labels(
 def _fitted(
     logits: np.ndarray, labels: np.ndarray, method: Method, offset: float
 ) -> Correction:
-    """The correction fitted on `[examples]` logits, to which `offset` is added first."""
+    """Fits a correction on `[examples]` logits, after adding `offset` to them."""
     if not len(labels):
         raise ValueError("there are no examples to correct by")
     _check_classes(labels)

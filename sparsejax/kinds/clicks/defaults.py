@@ -11,12 +11,12 @@ from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.kinds.kind import Defaults
 from sparsejax.optimizers.rules import Rule
 
-# A constant learning rate, for training without a schedule, for training a trained model further,
-# and for models with a regression, which has learned most already.
+# A constant learning rate, used for training without a schedule, for training a trained model
+# further, and for models with a regression, whose layers have little left to learn.
 _CONSTANT_RATE = 2e-3
-# The least batch size is 64: on a mesh, batch sizes are multiples of 64.
+# Batch sizes are at least 64, because on a mesh they must be multiples of 64.
 _LEAST_BATCH, _MOST_DECAY, _DECAY_BESIDE = 64, 8.0, 0.5
-# With more examples the categories are not counted: counting would take seconds.
+# Categories are counted only in data with at most this many examples, as counting takes time.
 _COUNTED = 200_000
 
 

@@ -30,7 +30,7 @@ from sparsejax.mesh.layout import axis_sizes, mesh_is_set, parts_of_axes, replic
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.sparse import CSR, host_rows
 
-# Number of samples of a batch in which distinct ids are counted.
+# At most this many samples of a batch's size are drawn to count distinct ids.
 _PARTS = 4
 
 
@@ -79,8 +79,10 @@ def exchange_of(
 def _some_ids(
     clicks: ClickDataset | ScannedClicks, examples: int
 ) -> list[dict[str, np.ndarray]]:
-    """Ids of each feature in random samples of `examples` examples; a list of up to `_PARTS`
-    samples.
+    """Draws up to `_PARTS` random samples of `examples` examples.
+
+    Returns:
+      A dictionary for each sample: the ids of each feature, by the feature's name.
     """
     if isinstance(clicks, ScannedClicks):
         clicks = clicks.read(0, min(clicks.num_rows, _PARTS * examples))
@@ -105,7 +107,7 @@ def _distinct(
 ) -> Distinct | None:
     """Expected number of distinct rows of each table in `examples` examples.
 
-    None if the model's features are not named as those of the data.
+    None if the data lacks a feature of the model.
     """
     features: dict[str, set[str]] = {}
     for stack in collection.stacks:
@@ -162,8 +164,8 @@ class IdsAhead:
         if dispatch.after is not None and dispatching.launches_ahead():
             following = dispatch.after()
             self._next = None if following is None else self._asked(following)
-        # If some ids did not fit, the steps exchange ids themselves. Reading `crowded` waits for
-        # it.
+        # If some ids did not fit, each step exchanges its ids itself. Reading `crowded` blocks
+        # until the device has computed it.
         yield dispatch.count, None if asked.crowded else asked.batch
 
     def _asked(self, dispatch: Dispatch) -> _Asked:
@@ -176,7 +178,7 @@ class IdsAhead:
 
 
 class _Asked(NamedTuple):
-    """Exchanged ids of a dispatch, and whether some of them did not fit in the buffers."""
+    """Ids of a dispatch that were exchanged, and whether some of them did not fit."""
 
     rows: jax.Array
     first: int
@@ -193,7 +195,7 @@ def _sent(
     count: jax.Array,
     sizes: Sizes,
 ) -> tuple[FeatureBatch, jax.Array]:
-    """Exchanges the ids of steps `first .. first + count - 1`; the first axis is the step."""
+    """Exchanges ids of steps `first .. first + count - 1`. Axis 0 of the result is the step."""
     numbers = first + jnp.minimum(jnp.arange(sizes.steps), count - 1)
     rows = rows[numbers]
     batches = data.take(rows, sizes.capacities)

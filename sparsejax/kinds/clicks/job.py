@@ -160,8 +160,8 @@ class ClickTask(TrainingTask):
 
 
 def _with_weights(clicks: ClickDataset) -> np.ndarray:
-    """Labels; if they have weights, these are the last columns. A missing label has the weight
-    0.
+    """Labels as columns, followed by columns with their weights if the data has weights. A missing
+    label has the weight 0.
     """
     labels, weights = clicks.trained_labels, clicks.weights
     if not clicks.schema.several:
@@ -181,8 +181,8 @@ class ClickStaging:
     def __init__(self, staged: Staged, task: ClickTask):
         self._staged, self._task = staged, task
         self._rows: tuple[jax.Array, np.ndarray, np.ndarray] | None = None
-        # Number of steps whose rows fit in device memory together; None until a dispatch was
-        # split.
+        # Number of steps whose rows fit in device memory at once. None until a dispatch did not
+        # fit and was split.
         self._fits: int | None = None
 
     def parts(self, dispatch: Dispatch) -> Iterator[tuple[int, FeatureBatch]]:
@@ -259,7 +259,7 @@ def click_examples(clicks: ClickDataset, weights: ArrayLike | None = None) -> Ex
             f"the examples have no propensities, but the schema names {name!r}"
         )
     for name, labels in zip(clicks.schema.several, clicks.labels.T, strict=False):
-        # as in a file of the last hour, whose purchases are not known yet
+        # for example in a file of the last hour, whose purchases are not known yet
         if np.isnan(labels).all():
             warn_caller(
                 f"no example has the label {name!r}, of which nothing is learned"
@@ -303,7 +303,7 @@ def click_job(asked: Fit) -> Job:
     check_columns(model, clicks)
     check_labels(model, clicks)
     check_fixed(clicks)
-    # Where nothing crosses, the settings are empty: they change nothing.
+    # If no ids are exchanged between devices, `exchange` is None and `settings` is empty.
     exchange, settings = exchange_of(
         model, clicks, asked.wire_dtype, asked.exchange_room
     )
@@ -337,7 +337,8 @@ def click_job(asked: Fit) -> Job:
 def _measure(
     schema: ClickSchema, validation: Clicks, metric: str, batch_size: int
 ) -> Measure:
-    # Clicks that are corrected for positions in training alone do not choose a share.
+    # If training corrects clicks for positions and validation does not, the log loss on validation
+    # cannot choose the share.
     corrects = schema.propensity or schema.fixed
 
     def measured(model, *, optimizer, deterministic) -> Mapping[str, float]:
@@ -355,7 +356,7 @@ def _measure(
 
 
 def _choose_share(model: Any, validation: Clicks, **options: Any) -> None:
-    """Sets the share of the layers beside the regression by the log loss on `validation`."""
+    """Chooses the weight of the layers beside the regression by the log loss on `validation`."""
     found = []
     for share in (0.0, 1.0):
         set_to(model.share, share)

@@ -85,9 +85,9 @@ _ORDERS = 0.55
 _COLUMNS_OF_RUN = (
     "schema=...: the columns are those of the run that is trained on; leave it out"
 )
-# Fingerprint of data in a folder that is followed, whose files change.
+# Fingerprint for data in a folder that is followed: its files change, so they have no other.
 _FOLLOWED = "followed"
-# Rows of a chunk that holds a whole file.
+# Number of rows of a chunk; so large that a chunk holds a whole file.
 _ALL = 2**62
 # By default a model has a regression if there are at least 1,000 examples, at least 100 of each
 # value of the label, and at most 20 million stored values, which take a minute to fit.
@@ -216,7 +216,8 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         ):
             chosen["regression"] = True
             said.append("a logistic regression is fitted first")
-        # Its AUC is equal to float32's, and it is faster: benchmarks/notes/dlrm.md.
+        # In bfloat16 the AUC is equal to that in float32, and training is faster, see
+        # benchmarks/notes/dlrm.md.
         if "dtype" in training.suited and custom_call_can_run(
             HOPPER_OR_NEWER, divided=True
         ):
@@ -381,7 +382,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
 
     def num_known(self, known: ClickDataset | ScannedClicks) -> int:
         sizes = [size for size in known.features.values() if not isinstance(size, str)]
-        # A column of 64-bit ids is not numbered, and counts as 1.
+        # A column of 64-bit ids has no numbered categories, and counts as 1.
         return sum(1 if size == NUM_IDS else size for size in sizes)
 
     def fingerprint_of(self, known: ClickDataset) -> str:
@@ -469,8 +470,8 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
 
 
 def _facts(clicks: ClickDataset) -> list[str]:
-    """Facts for a report: the number of examples, and the share of clicks or of each binary
-    label.
+    """Lines of a report: the number of examples, and the share of clicks, or the share of positive
+    examples for each binary label.
     """
     shares = {"clicks": clicks.labels}
     if several := clicks.schema.several:
@@ -499,10 +500,11 @@ def _curves(
 
 
 def _is_regressed(training: Training, data: ClickDataset | ScannedClicks) -> bool:
-    """Whether the model has a regression, and there are enough examples to hold some out."""
+    """Whether the model has a regression, and there are enough examples to hold out some."""
     if not isinstance(data, ClickDataset) or data.num_rows < _LEAST_REGRESSED:
         return False
-    # Clicks that are corrected for positions in training alone do not choose a share.
+    # If training corrects clicks for positions and held-out examples are not corrected, they
+    # cannot choose the share.
     if data.schema.several or data.schema.propensity or data.schema.fixed:
         return False
     clicked = int(data.labels.sum())
@@ -518,7 +520,7 @@ def _is_regressed(training: Training, data: ClickDataset | ScannedClicks) -> boo
 
 
 def _warn_of_base_rate(measured: Mapping[str, float]) -> None:
-    """Warns if predicting the share of clicks for all examples is as good as the model."""
+    """Warns if the constant prediction of the click rate has no higher log loss than the model."""
     entropy = measured.get("normalized_entropy", 0.0)
     if entropy < 1:
         return

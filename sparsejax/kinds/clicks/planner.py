@@ -24,10 +24,10 @@ from sparsejax.mesh import exchange
 from sparsejax.mesh.layout import check_axis_sizes, device_memory, readable_bytes
 from sparsejax.optimizers.rules import Rule
 
-# Bytes for each id in arrays made by sorts and gathers.
+# Bytes of temporary arrays per id, made by sorts and gathers.
 _ENTRY = 48
 
-# Number of ids of Zipf's law that are counted individually.
+# Zipf's law is evaluated for each of the most frequent ids; rarer ids are grouped.
 _RANKS = 2**16
 
 
@@ -205,11 +205,11 @@ def distinct_ids(
 
 
 class _Figures(NamedTuple):
-    """The figures of a collection's stacks.
+    """Memory of each device for the stacks of a collection, and bytes sent.
 
     Attributes:
-      devices: figures of each device along "model".
-      sent: bytes that each device sends in a step for a table, by the table's name.
+        devices: memory of each device along "model".
+        sent: bytes that each device sends in a step for each table, by the table's name.
     """
 
     devices: tuple[PlannedDevice, ...]
@@ -269,19 +269,19 @@ def _figures(problem: Problem, stacks: Sequence[Stack]) -> _Figures:
 
 
 def _temporary(problem: Problem, stack: Stack, ids: float, sent: exchange.Sent) -> int:
-    """Bytes of temporary arrays of a step for a stack.
+    """Bytes of the temporary arrays that a step needs for a stack.
 
-    They are those of a step in which all devices gather all ids, see `exchange`: the program
-    reserves memory for this case. Our GPU programs need no sums of gradients by row.
+    The program reserves memory for a step in which all devices gather all ids, see `exchange`.
+    Our GPU programs do not store the sum of gradients for each row.
     """
     row, devices = stack.dim * 4, problem.data * problem.model  # sums are in float32
     bags = problem.batch * stack.bags
-    # the whole gradient is summed
+    # the gradient of all rows is summed over the devices
     if not stack.divided and devices > 1 and not sent.ids:
         return 2 * stack.num_rows * row + bags // devices * row
     entries = math.ceil(ids * problem.batch)
     own = stack.kernel_rows // (problem.model if stack.divided else 1)
-    # bags of the devices along "model", and of all devices
+    # bags of the devices along "model", and bags of all devices
     of_bags = bags // problem.data + bags
     return (of_bags + min(entries, own)) * row + _ENTRY * entries
 

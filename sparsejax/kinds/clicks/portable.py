@@ -82,7 +82,7 @@ def portable_clicks(asked: Write) -> Portable:
     if clicks is not None:
         _check_ids(stacks, clicks)
     merged, state = split(model)
-    # Scales and offsets of quantized rows are stored after the codes, see `_arrays`.
+    # The scales and offsets of quantized rows are exported as separate arrays after the state.
     numbers = {
         (*path_of, "kernels", table.stack.name): table.numbers
         for path_of, table in tables
@@ -125,8 +125,8 @@ def portable_clicks(asked: Write) -> Portable:
 
 
 def _dotted(path: Iterable[Any]) -> str:
-    """The name of an array in a tree, as an export of changes writes it."""
-    # A variable's array is its attribute; the name of the variable is enough.
+    """The dotted name of an array in a tree, equal to its name in an export of changes."""
+    # The path to a variable's array ends with an attribute's name, which is not written.
     keys = (key for key in path if not isinstance(key, jax.tree_util.GetAttrKey))
     return ".".join(str(getattr(key, "key", key)) for key in keys)
 
@@ -176,10 +176,10 @@ def _check_ids(stacks: list[Stack], clicks: Clicks) -> None:
 
 
 class _Table(jax.ShapeDtypeStruct):
-    """The shape of an array of a stack whose rows are written a few at a time.
+    """Shape and dtype of an exported array that is written in pieces.
 
     Attributes:
-      pieces: function that returns an iterator of its rows, in order.
+      pieces: function that returns an iterator over the array's rows, in pieces.
     """
 
     def __init__(self, shape, dtype, pieces):
@@ -242,7 +242,7 @@ def _portable(
         yield np.zeros((unused, stack.dim), stack.dtype)
 
     found, kernels, indexes = [], {}, {}
-    # Rows of a dynamic table keep their numbers, as its index refers to them.
+    # The rows of a dynamic table keep their order, because its index contains row numbers.
     changing = [
         stack for stack in collection.stacks if stack.dynamic and stack.features
     ]
@@ -264,7 +264,7 @@ def _portable(
         kernels[stack.name] = RowParam(kernel)
         found.append(_Tables(stack, numbers))
     if any(store.stages for store in stores.values()):
-        # the file contains all rows, so none are staged from the host
+        # The exported file contains all rows, so none are copied from the host in a step.
         del collection.first, collection.stage
     collection.stacks = tuple(tables.stack for tables in found)
     collection.kernels, collection.indexes = nnx.data(kernels), nnx.data(indexes)
@@ -275,12 +275,13 @@ def _portable(
 def _arrays(
     stack: Stack, rows: Callable[[], Iterator[np.ndarray]], kind: TableDtype | None
 ) -> list[_Table]:
-    """Arrays to export for a stack: its rows, or quantized codes, scales and offsets."""
+    """Arrays exported for a stack: its rows, or the quantized codes, scales and offsets."""
     shape = (stack.num_rows, stack.dim)
     if kind is None:
         return [_Table(shape, stack.dtype, rows)]
     dtypes = row_codes.coded_dtypes(kind)
-    # Scales and offsets are kept while the codes are written, as the file stores them afterwards.
+    # The file stores scales and offsets after all codes, so they are collected here while the
+    # codes are written.
     kept: list[list[np.ndarray]] = [[] for _ in dtypes[1:]]
 
     def codes() -> Iterator[np.ndarray]:
@@ -318,7 +319,7 @@ def _batch(stacks: list[Stack], given: list[Any]) -> FeatureBatch:
 
 
 def _reader(numbers: list[jax.Array]) -> gradients.Reader:
-    """Makes the function that sums rows of a quantized stack."""
+    """Makes a function that sums rows of a quantized stack."""
     scale, *offset = numbers
 
     def read(x, w, implementation):

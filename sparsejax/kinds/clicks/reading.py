@@ -113,7 +113,7 @@ def read_like(
 
 
 def _with_columns_of(known: Any, source: Any, append: bool) -> ClickDataset:
-    """A saved or in-memory data set, converted to the ids of earlier data."""
+    """Converts a saved data set, or one in memory, to the ids of earlier data."""
     data = source if isinstance(source, ClickDataset) else ClickDataset.load(source)
     try:
         if append:
@@ -166,7 +166,8 @@ def were_trained_on(clicks: ClickDataset, settings: Any) -> bool:
 
 def held_out(clicks: ClickDataset, share: float) -> tuple[ClickDataset, ClickDataset]:
     """Splits examples into a training part and a held-out part with the given share."""
-    # A fixed seed, not the run's, so that runs of several seeds are compared on the same examples.
+    # The seed is fixed and not the run's: runs with different seeds are then compared on the same
+    # examples.
     return clicks.split_rows(1 - share, seed=0)
 
 

@@ -24,13 +24,13 @@ from sparsejax.whole_files import opened_regular, whole_file
 
 # Prior variances of the weights, tried in this order. Held-out examples choose one.
 _VARIANCES = 0.03, 0.1, 0.3, 1.0, 3.0
-# With at most 50,000 examples, each of five folds is held out once.
+# With at most 50,000 examples, the variance is chosen by cross-validation with five folds.
 _IN_FOLDS, _FOLDS = 50_000, 5
 _SHARES = 41
-# At most this many examples are used to choose the variance: more do not change the choice.
+# At most this many examples are used to choose the variance: more examples do not change it.
 _CHOOSING = 250_000
-# At most 50 Newton steps. If the gradient by the scaled weights is below 0.03, the total loss is
-# within 0.001 of the minimum.
+# Newton's method makes at most 50 steps. It stops if the norm of the gradient with respect to the
+# scaled weights is below 0.03: the total loss is then within 0.001 of its minimum.
 _ITERATIONS, _TOLERANCE = 50, 0.03
 
 
@@ -149,7 +149,7 @@ def set_regression(
     if everything is None or everything is clicks:
         everything, before = None, last
     if len(np.unique(clicks.labels)) < 2:
-        # keep the fitted weights: examples with a single label would undo them
+        # Training further on examples with a single label would destroy the fitted weights.
         if before.bias:
             return _replace(model, before)
         raise ValueError(
@@ -168,7 +168,7 @@ def set_regression(
 def _save_final(clicks: ClickDataset, path: pathlib.Path, **how: Any) -> None:
     """Fits and writes a regression on all examples, including those held out to choose the share.
 
-    A tenth more examples count where many ids are rare, however many examples there are.
+    Where many ids are rare, a tenth more examples improve the predictions, even in large data.
     """
     found = fit_regression(clicks, **how)
     tables: Any = {f"of {name}": w for name, w in found.tables.items()}
@@ -188,7 +188,7 @@ def set_final(model: ClickModel, path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _read_final(path: pathlib.Path) -> Iterator[Regression]:
-    """A regression read from a file. Errors while this context is open are of the file."""
+    """Reads a regression from a file. Errors while this context is open name the file."""
     try:
         with opened_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
             tables = {n[3:]: arrays[n] for n in arrays.files if n.startswith("of ")}
@@ -199,7 +199,7 @@ def _read_final(path: pathlib.Path) -> Iterator[Regression]:
 
 
 def _grown(path: pathlib.Path, like: Regression) -> Regression:
-    """A regression read from a file, with the weight 0 for ids that were added since."""
+    """Reads a regression from a file; ids that were added to the model since have the weight 0."""
     with _read_final(path) as found:
         tables = {
             name: np.pad(
@@ -234,7 +234,7 @@ def _replace(model: Any, found: Regression) -> None:
 
 def set_to(variable: nnx.Variable, value: Any) -> None:
     """Replaces the value of a variable by one with equal shape, keeping its sharding."""
-    # An array put on a named device would be compiled for anew.
+    # An array that was put on a named device would cause another compilation.
     before = variable[...]
     place = before.sharding if before.committed else None
     value = np.asarray(value, before.dtype)
@@ -285,7 +285,7 @@ class _Columns:
         self.ids = {name: np.unique(np.concatenate(x)) for name, x in found.items()}
 
     def weights(self, fitted: Regression, before: Regression) -> np.ndarray:
-        """The difference of two regressions as weights of the columns, and an intercept."""
+        """`fitted` minus `before`, as an array: weights of the columns, then the intercept."""
         dense = fitted.dense - before.dense
         of_ids = (
             (fitted.tables[n] - before.tables[n])[ids] for n, ids in self.ids.items()
@@ -330,7 +330,10 @@ def _table_of(clicks: ClickDataset, name: str) -> str:
 def _entries(
     ids: np.ndarray | CSR, combiner: Combiner
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each id of a feature: its example, the id, and its factor by the combiner."""
+    """Three arrays with an entry for each id of a feature.
+
+    They are the id's example number, the id, and its factor by the combiner.
+    """
     if not isinstance(ids, CSR):
         return np.arange(len(ids)), np.asarray(ids), np.ones(len(ids))
     indptr = np.asarray(ids.indptr)
@@ -364,7 +367,7 @@ def _fitted(
     offsets: np.ndarray,
     first: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Weights and intercept with the least penalized log loss.
+    """Weights and intercept that minimize the penalized log loss.
 
     Args:
       x: `[examples, columns]`.
@@ -381,8 +384,8 @@ def _fitted(
     if first is None:
         first = np.zeros(x.shape[1] + 1)
         first[-1] = scipy.special.logit(share) - offsets.mean()
-    # Weights are scaled so that the loss has equal curvature in each: frequent and rare ids then
-    # converge in equally many steps.
+    # The weights are scaled so that the loss has equal curvature along each of them. Weights of
+    # frequent and of rare ids then converge in equally many steps.
     curvature = share * (1 - share) * np.append(v @ x.power(2), v.sum())
     scale = 1 / np.sqrt(curvature + 1 / variance)
     penalty = np.append(np.full(x.shape[1], 1 / variance), 0)
@@ -411,7 +414,7 @@ def _fitted(
         along = x @ w[:-1] + w[-1]
         return scale * (gradient(last[1] * along) + penalty * w)
 
-    # L-BFGS is not used: it waits for BLAS threads far longer than it computes.
+    # L-BFGS is not used: it waits for BLAS threads much longer than it computes.
     found = scipy.optimize.minimize(
         loss,
         first / scale,

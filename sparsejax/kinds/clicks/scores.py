@@ -190,7 +190,7 @@ def names_of_metrics(several: Mapping[str, LabelColumn]) -> list[str]:
 
 
 def _warn_of_merged(name: str, column: IdColumn, ids: np.ndarray) -> None:
-    """Warns if several categories share an id, so that they are measured as one group."""
+    """Warns if several categories share an id; metrics then count them as one group."""
     advice = "; give the categories themselves as an array: groups=[...]"
     if isinstance(column, HashedColumn):
         room, found = column.size - 1, len(np.unique(ids[ids != MISSING]))
@@ -200,7 +200,7 @@ def _warn_of_merged(name: str, column: IdColumn, ids: np.ndarray) -> None:
                 f"that share an id are one group{advice}"
             )
             return
-        # The number of categories for which `found` distinct hashed ids are expected.
+        # Number of categories that on average hash to `found` distinct ids.
         expected = round(np.log1p(-found / room) / np.log1p(-1 / room))
         if expected > found:
             warn_caller(
@@ -348,7 +348,7 @@ class _Scores:
         check_positive(batch_size=batch_size)
         self._model, self._optimizer = model, optimizer
         self._most, self._program = batch_size, _logits[deterministic]
-        # The optimizer's pending updates are applied to the scores, but neither is changed.
+        # Scores include the optimizer's pending updates. Neither model nor optimizer is changed.
         self._staged = Staged.of(model, None)
         if self._staged is not None and optimizer is not None:
             optimizer.host_rows(model, reading=True)
@@ -423,13 +423,13 @@ class _Scores:
     ) -> Iterator[jax.Array]:
         for dense, ids in _batches(clicks, self._most, on_host=True):
             ids = staged.brought(ids)
-            # Staging moved rows, so the model's arrays were replaced.
+            # Copying rows to the device replaces the model's arrays, so each batch splits it anew.
             yield self._program(*split(self._model, self._optimizer), dense, ids)
 
 
 @functools.partial(Programs, static_argnames="graphdef")
 def _logits(graphdef, state, dense, ids):
-    """`[batch]` logits of a model given as `split` returns it, or `[batch, labels]`."""
+    """`[batch]` or `[batch, labels]` logits of a model that is given as `split` returns it."""
     with merged(graphdef, state) as model:
         model.eval()
         return replicated(model(dense, ids).astype(jnp.float32))
@@ -438,7 +438,7 @@ def _logits(graphdef, state, dense, ids):
 def _batches(
     clicks: ClickDataset, most: int, *, on_host: bool
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Batches of equal size on the devices; the last one is padded with rows without examples.
+    """Batches of equal size on the devices; the last batch is padded with empty rows.
 
     With `on_host`, ids are NumPy arrays.
     """

@@ -24,16 +24,17 @@ from sparsejax.mesh.layout import ROW_MULTIPLE, padded_rows
 from sparsejax.optimizers.rules import Rule
 from sparsejax.sparse import MAX_ENTRIES
 
-# Time for an id on the device with its row, and for a byte of this row, in bytes that NVLink of an
-# H200 sends in this time, 450 GB/s. A lookup, sort and update of 1.7 million ids takes 504 us with
-# rows of 64 bytes, 780 us with rows of 256: "narrow" in benchmarks/results/embedding_times.json.
+# Costs are in bytes that NVLink of an H200 (450 GB/s) sends in the same time. The first cost is
+# for each id that a device looks up, the second for each byte of its row. A lookup, sort and
+# update of 1.7 million ids takes 504 us with rows of 64 bytes, and 780 us with rows of 256 bytes:
+# "narrow" in benchmarks/results/embedding_times.json.
 _ID, _BYTE = 109, 0.38
 
-# Additional memory that whole and replicated tables may take: a share of the memory of rows, and
-# bytes.
+# Whole and replicated tables may need more memory than divided rows would: by this share, and by
+# this number of bytes.
 _SPARE = 0.1, 2**26
 
-# Least width of a piece of a table.
+# Least number of columns of a piece of a table.
 _NARROWEST = 8
 
 
@@ -120,7 +121,8 @@ class Load:
         self.row = dim * dtype.itemsize
         self.row_and_state = self.row + problem.state(rule, dim)
         self.dtype = dtype
-        # Sums over divided or replicated tables, and sums for each device.
+        # Each array has a sum for the tables of each device; its last element is the sum for
+        # tables that are divided over all devices or replicated.
         zeros = np.zeros((4, problem.model + 1))
         self.rows, self.ids, self.bags, self.distinct = zeros
         self.weighted = 0
@@ -217,7 +219,7 @@ class Choice:
         self.problem, self.limit = problem, limit
         self.placed: dict[str, Placed] = {}
         self.loads: dict[tuple, Load] = {}
-        # Numbers read and numbers stored, for whole tables and pieces, on each device.
+        # For whole tables and pieces, on each device: elements read in a step, elements stored.
         self.whole = np.zeros((2, problem.model))
 
     def put(self, name: str, placed: Placed) -> None:
@@ -271,7 +273,7 @@ def best(problem: Problem, memory: int | None) -> Choice:
     for name, table in problem.tables.items():
         if (kind := table.placement or _copied(problem, name)) is not None:
             kinds[name] = kind
-    # Tables with most work come first.
+    # Tables with most ids and columns are placed first.
     names = sorted(
         problem.tables, key=lambda n: -problem.ids(n) * problem.tables[n].dim
     )
@@ -302,8 +304,10 @@ def best(problem: Problem, memory: int | None) -> Choice:
 
 
 def _copied(problem: Problem, name: str) -> Literal["replicated"] | None:
-    """ "replicated" if summing the gradient of all rows costs less than exchanging ids, else
-    None.
+    """Whether all devices should have a copy of a table.
+
+    Returns:
+      "replicated" if summing the gradient of all rows costs less than exchanging ids, else None.
     """
     table, entries = problem.tables[name], problem.ids(name) * problem.batch
     if problem.data * problem.model == 1 or not entries:
@@ -311,8 +315,8 @@ def _copied(problem: Problem, name: str) -> Literal["replicated"] | None:
     if not exchange.adds_all(padded_rows(table.num_rows), math.floor(entries)):
         return None
     if not problem.distinct:
-        # Alone, each row of a table might be sent once; this is not so for tables with arbitrary
-        # popularity.
+        # The popularity of ids is unknown. A table alone would be assumed to send each row at most
+        # once, so each table gets an unlimited number of distinct rows.
         distinct = dict.fromkeys(problem.tables, float(MAX_ENTRIES))
         problem = dataclasses.replace(problem, distinct=distinct)
     costs = []
@@ -324,7 +328,7 @@ def _copied(problem: Problem, name: str) -> Literal["replicated"] | None:
 
 
 def _options(choice: Choice, name: str) -> list[Placed]:
-    """Possible placements of a table whose rows are divided now."""
+    """Possible placements of a table whose rows are now divided over all devices."""
     found, pieces, dim = [Placed("rows")], 2, choice.problem.tables[name].dim
     if choice.problem.model == 1:
         return found

@@ -13,9 +13,9 @@ from sparsejax.kinds.clicks.regression import fit_regression, regression_logits
 from sparsejax.kinds.clicks.scores import Clicks, logits_of
 from sparsejax.sparse import CSR
 
-# With fewer examples the comparison would not be significant.
+# With fewer examples the difference would not be significant.
 LEAST_ROWS = 500
-# Number of examples to fit and to measure: enough to detect a bad model, in about a second.
+# Numbers of examples for fitting and for measuring: enough to detect a bad model, in a second.
 _FITTED, _MEASURED = 40_000, 20_000
 # A column that reaches this AUC alone probably leaks the label.
 _TELLING = 0.999
@@ -81,7 +81,7 @@ def compared(
       train: the examples that it was trained on.
       validation: examples that it was not trained on, or None.
     """
-    # The model was trained with another loss.
+    # Other models are trained with another loss than the log loss of the regression.
     if not train.schema.is_plain:
         return None
     fitted = _some(train, _FITTED + (_MEASURED if validation is None else 0), seed=0)
@@ -114,7 +114,7 @@ def compared(
 
 
 def _some(clicks: Clicks, count: int, *, seed: int) -> ClickDataset:
-    """At most `count` examples in random order, of scanned clicks only from the first chunk."""
+    """At most `count` examples in random order; only the first chunk of scanned clicks is read."""
     if not isinstance(clicks, ClickDataset):
         clicks = next(clicks.chunks())
     rng = np.random.default_rng(seed)
@@ -158,7 +158,7 @@ def warning_of_columns(clicks: Clicks) -> str | None:
 
 
 def _shares(fitted: ClickDataset, measured: ClickDataset, name: str) -> np.ndarray:
-    """`[examples]` scores: the share of clicks of each example's ids, averaged over its ids."""
+    """`[examples]` scores: the mean click rate of an example's ids, each rate from `fitted`."""
     ids, rows = _entries(fitted, name)
     if not len(ids):
         return np.full(measured.num_rows, fitted.labels.mean())
@@ -175,7 +175,7 @@ def _shares(fitted: ClickDataset, measured: ClickDataset, name: str) -> np.ndarr
 
 
 def _entries(clicks: ClickDataset, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """All ids of a feature as one array, and the example number of each."""
+    """An array with all ids of a feature, and an array with the example number of each id."""
     ids = clicks.ids[name]
     if not isinstance(ids, CSR):
         return np.asarray(ids), np.arange(clicks.num_rows)

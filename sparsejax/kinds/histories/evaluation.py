@@ -42,7 +42,7 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.measuring import Measure
 from sparsejax.sequence.events import Label
 
-# Only the most frequent categories of a column are measured.
+# At most this many categories of a column are measured: the most frequent.
 _CATEGORIES = 10
 
 
@@ -132,8 +132,10 @@ def label_metrics(
 def _by_category(
     events: Events, label: Label, scores: np.ndarray, values: np.ndarray
 ) -> Iterator[tuple[str, Found]]:
-    """Names, scores and labels to measure: of a numeric column, of each frequent category, or
-    of all hashed categories together.
+    """Iterates over the metrics' inputs: a name, and an array of scores with their labels.
+
+    A numeric column has one of them, a column of hashed ids one for all its ids together, and
+    other columns one for each frequent category.
     """
     if label.dense is not None:
         there = ~np.isnan(values)
@@ -182,7 +184,7 @@ def parts_of(
 def _by_users(
     inputs: SequenceDataset, heldout: Any, column: Any
 ) -> dict[str, np.ndarray]:
-    """`[entries]` masks of the held-out entries of each category of users, by name."""
+    """`[entries]` masks by "COLUMN=CATEGORY": held-out entries of users who have this category."""
     users, known = None, []
     if isinstance(heldout, SequenceDataset):
         shown = _with_new_rows(inputs, heldout)
@@ -203,7 +205,7 @@ def _by_users(
 def _with_new_rows(
     inputs: SequenceDataset, heldout: Source | SequenceDataset
 ) -> SequenceDataset:
-    """Inputs to which an empty history is added for each row that only `heldout` has."""
+    """Adds to `inputs` an empty history for each row that only `heldout` has."""
     if not isinstance(heldout, RowNames):
         return inputs
     names = heldout.row_names

@@ -53,15 +53,15 @@ from sparsejax.sequence.events import EventSizes
 from sparsejax.sequence.model import Asked, SequenceModel, TokenModel
 from sparsejax.sparse import CSR
 
-# Number of [tokens, width] float32 arrays besides activations kept for the backward pass:
-# gradients, and random bits of dropout.
+# Number of [tokens, width] float32 arrays, besides the activations that are stored for the
+# backward pass: gradients, and random bits for dropout.
 _GRADIENTS = 16
-# Number of [targets, width] float32 arrays: hidden vectors that have a target, and gradients.
+# Number of [targets, width] float32 arrays: the hidden vectors of targets, and gradients.
 _OF_TARGETS = 4
-# Number of float32 arrays with the size of attention scores: weights and gradients.
+# Number of float32 arrays as large as the attention scores: weights and gradients.
 _OF_SCORES = 5
-# If the memory holds the item vectors at least this many times, storing them costs too little to
-# matter.
+# If device memory is at least this many times the size of the item vectors, all of them are
+# stored.
 _FEW_VECTORS = 20
 # Number of quantiles of the length distribution.
 _QUANTILES = 1000
@@ -106,17 +106,17 @@ class HistoryWorkload(Workload):
 
     @property
     def _columns(self) -> dict[str, tuple[int, ...]]:
-        """The shape of a single event's value in each event column."""
+        """The shape of an event's value in each event column."""
         return {} if self.events is None else self.events.shapes
 
     @property
     def _user_columns(self) -> dict[str, tuple[int, ...]]:
-        """The shape of a single user's value in each user column."""
+        """The shape of a user's value in each user column."""
         return {} if self.events is None else self.events.user_shapes
 
     @property
     def _places(self) -> int:
-        """Number of positions that the model reads. User columns take one more, in front."""
+        """Number of positions that the model reads. User columns add one position at the front."""
         return self.network.max_length + bool(self._user_columns)
 
     @property
@@ -125,7 +125,7 @@ class HistoryWorkload(Workload):
         return self.network.max_length + 1
 
     def _targets(self) -> np.ndarray:
-        """Number of positions with a next item, for each assumed length."""
+        """Number of positions that have a next item, for each assumed length of a history."""
         lengths = assumed_lengths(self.rows, self.entries)
         return np.minimum(lengths, self.window) - self.window + self._places
 
@@ -138,7 +138,7 @@ class HistoryWorkload(Workload):
         targets, rows = self._targets(), self.batch
         fullest = rows * targets.mean()
         if not self._of_tokens:
-            # Batches differ: the fullest is assumed to be 3 standard deviations above the mean.
+            # For the fullest batch, 3 standard deviations above the mean are assumed.
             fullest += 3 * math.sqrt(rows) * targets.std()
         most = min(math.ceil(fullest), rows * self._places)
         of_events = [windows * math.prod(shape) for shape in self._columns.values()]
@@ -155,7 +155,7 @@ class HistoryWorkload(Workload):
 
     @property
     def _of_tokens(self) -> bool:
-        """Whether the model computes nothing for padding."""
+        """Whether the model packs tokens and computes nothing for padding."""
         return issubclass(model_of(self.network), TokenModel)
 
     def _parts(self, data: int, model: int) -> int:
@@ -171,10 +171,7 @@ class HistoryWorkload(Workload):
         return self.batch // data * self._places
 
     def _asked(self, data: int, model: int) -> Asked | None:
-        """Number of items whose vectors each device requests;
-
-        None if devices request none of their own.
-        """
+        """Number of items whose vectors each device requests; None if it requests none."""
         parts, drawn = self._parts(data, model), self.network.negatives
         if drawn is None or self.content is not None or not self._of_tokens:
             return None
@@ -211,7 +208,7 @@ class HistoryWorkload(Workload):
 
     def _dtype(self, name: str) -> Any:
         """The dtype of an event column."""
-        # a column's name exists only if there are columns
+        # `events` is None only if there are no event columns.
         assert self.events is not None
         return self.events.dtype_of(name)
 
@@ -226,7 +223,7 @@ class HistoryWorkload(Workload):
         own_targets = read if self._of_tokens else targets
         of_targets = 4 * _OF_TARGETS * own_targets * width
         gradients = 4 * _GRADIENTS * read * width
-        # Item vectors and their gradient, gathered for the whole batch.
+        # Item vectors and their gradient are gathered for the whole batch.
         if data > 1 and not self._of_tokens:
             gradients += 2 * 4 * data * read * width
         items, dtype = (
@@ -268,7 +265,7 @@ class HistoryWorkload(Workload):
         dtype, width = jnp.dtype(jnp.float32), self.network.width
         temperature, drawn = self.network.temperature, self.network.negatives
         if drawn is not None:
-            # Float32 scores. Gradients in bfloat16, or on a mesh, need a separate array.
+            # Scores are in float32. Bfloat16 and meshes need another array for their gradients.
             parts = self._parts(data, model)
             each = 4 if operand_dtype(self.network) == "float32" and parts == 1 else 6
             return Output(0, 0, each * -(-targets // parts) * drawn, True)
@@ -279,8 +276,8 @@ class HistoryWorkload(Workload):
         wide = -(-width // STEP) * STEP  # padded with zeros in a copy of the kernel
         copied = 4 * items * wide if wide > width else 0
         if temperature is None and wide <= slopes_product.MAX_HIDDEN:
-            # Scores are not stored. Memory holds a chunk's rounded rows, their gradient and its
-            # sum.
+            # The scores are not stored. For a chunk of items, the memory contains its rounded
+            # rows, their gradient, and the sum of this gradient.
             rows = min(items, two_passes.CHUNK_ITEMS)
             chunk = (product.itemsize + 2 * 4) * rows * wide
             return Output(copied, 4 * items * wide, chunk, False)
@@ -288,7 +285,7 @@ class HistoryWorkload(Workload):
         return made._replace(operand=made.operand + copied)
 
     def _by_parts(self, scored: Scored) -> Output:
-        """Memory of the softmax if item vectors with content are computed chunk by chunk."""
+        """Memory of the softmax if item vectors are computed from content chunk by chunk."""
         part = scored._replace(items=min(scored.items, CHUNK_ITEMS))
         made = with_content(
             self, output_bytes(self, part), part, CHUNK_ITEMS, SORTED_TAGS
@@ -297,31 +294,31 @@ class HistoryWorkload(Workload):
         return Output(0, gradient, made.at_once(False), False)
 
     def _input_gradient(self, read: int, targets: int, data: int, model: int) -> int:
-        """Bytes of the gradient of the item vectors, `read` of which are in histories."""
+        """Bytes for the gradient of the item vectors of a step; histories contain `read` of them."""
         width, drawn = self.network.width, self.network.negatives
         rows = padded_rows(self.inputs) // model
         if self.by_parts:  # this gradient is added in place to that of the output layer
             return 2 * 4 * read * width
-        # all vectors are computed from content
+        # All items have a gradient: all are scored, or their vectors are computed from content.
         if drawn is None or self.content is not None:
             return input_gradient(self, read, rows // data, width, dense=True)
         if (asked := self._asked(data, model)) is not None:
-            # Requested and received rows, and gradients received from all parts.
+            # Requested rows, received rows, and gradients received from all parts of the batch.
             owned = model * slots_for_each(*asked, model=model).count
             made = input_gradient(self, data * owned, rows, width, dense=False)
             return made + 4 * (2 + data) * owned * width
-        # Entries of all devices of the "data" axis are gathered.
+        # The rows' gradients are gathered from all devices along "data".
         entries = data * read + targets + drawn
         made = input_gradient(self, entries, rows, width, dense=False)
         if data == 1:
             return made
         if self.rule.drifts and updates_whole(rows, entries):
-            # a sum over the devices for each of two lookups
+            # For each of two lookups, the gradient of all rows is summed over the devices.
             return made + 2 * 4 * rows * width
         return made + 4 * entries * width
 
     def _scores(self, tokens: int) -> int:
-        """Bytes of the attention's backward pass, for the blocks that are computed at once."""
+        """Bytes for the attention scores that the backward pass computes at a time."""
         if not isinstance(config := self.network, AttentionConfig):
             return 0
         heads, dtype = config.heads, operand_dtype(config)
@@ -359,7 +356,7 @@ class HistoryWorkload(Workload):
             found = jax.eval_shape(backward, parameters, others, ids, times, more)
             return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found))
 
-        # Parameters that the backward pass reads are in both numbers, so they cancel.
+        # Both numbers count the parameters that the backward pass reads, so these cancel.
         return -(-(kept(3) - kept(2)) // self._places)
 
     def _sent(self, laid: Sequence[Laid], data: int, model: int, targets: int):
@@ -478,7 +475,7 @@ def suit_to_memory(model: Any, optimizer: Optimizer, data: Any, batch: int) -> N
     content, memory = content_of(model), device_memory()
     if content is None or memory is None:
         return
-    # a subclass may read item vectors from the kernel
+    # A subclass may read the kernel of item vectors itself, and so needs all of them.
     if type(model) is not model_of(model.config):
         return
     width = model.config.width

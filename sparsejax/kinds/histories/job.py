@@ -60,7 +60,7 @@ class SequenceTask(TrainingTask):
     """
 
     packs: bool
-    # Left out of `repr`, which checkpoints compare to recognize the data.
+    # These fields are not in `repr`: a checkpoint compares it to recognize its data.
     even: bool = dataclasses.field(repr=False)  # pyrefly: ignore[bad-override]
     events: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     weighted: bool = dataclasses.field(default=False, repr=False)
@@ -95,7 +95,7 @@ class SequenceTask(TrainingTask):
         The first item of a row is no target.
         """
         histories, *more = x
-        # Padding rows of a batch get empty histories, so that nothing is learned from them.
+        # Rows that pad a batch get empty histories, so they have no targets.
         histories = jnp.where(weights[:, None] > 0, histories, -1)
         named = {"max_targets": more.pop().nse} if self.packs else {}
         if self.weighted:
@@ -118,13 +118,13 @@ class SequenceTask(TrainingTask):
         found = arrays_of(data, length, times=times, events=events)
         arrays: list[Matrix] = [*found.values()]
         if self.weighted:
-            # A weighted mean needs only ratios of weights. Unscaled, the sum of large weights
-            # overflows.
+            # The loss is a weighted mean, so scaling the weights does not change it. The sum of
+            # large weights would overflow.
             weights = data.weights / np.float32(data.weights.max(initial=0) or 1)
             arrays.append(data.padded_column(weights, length))
         if not self.packs:
             return [*arrays]
-        # If there are user columns, the first item is a target: their position precedes it.
+        # Without user columns, the first item is no target. With them, it follows their position.
         first = int(getattr(model, "users", None) is None)
         targets = np.minimum(np.diff(data.indptr), length) - first
         has_next = np.arange(length - first) < targets[:, None]
@@ -134,8 +134,8 @@ class SequenceTask(TrainingTask):
 
 
 def _shapes_in_training(model: nnx.Module) -> EventShapes | None:
-    """`event_shapes` without the context of the next event: in training, targets have this
-    context.
+    """`event_shapes` without columns of context: in training, context comes from the targets' own
+    events.
     """
     if (shapes := event_shapes(model)) is None:
         return None
@@ -197,7 +197,7 @@ def sequence_examples(
     _check(model, sequences)
     kept = sequences.are_examples
     if sequences.weights is not None and getattr(model, "next_event", None) is None:
-        # Only the last positions of a long row are read.
+        # The model reads only the last positions of a long row, so only their weights count.
         last = sequences.padded_column(sequences.weights, model.config.max_length + 1)
         kept &= (last[:, int(sequences.users is None) :] > 0).any(axis=1)
     kept = np.flatnonzero(kept)
@@ -229,7 +229,7 @@ def scan_of_sequences(
 ) -> Scanned:
     """Describes scanned histories for `fit`. Chunks end at boundaries of row groups."""
     roles = SequenceTask.of_model(model, sequences, wire_dtype)
-    # Items, times, positions, weights and event columns.
+    # Bytes of an entry: an item, a time, a position (4 bytes each), a weight, and event columns.
     shapes = (_shapes_in_training(model) or {}).values()
     size = 12 + 4 * roles.weighted + sum(4 * math.prod(shape) for shape in shapes)
     size *= sequences.num_rows * (model.config.max_length + 1)
@@ -259,7 +259,7 @@ def sequence_job(asked: Fit) -> Job:
                 "several devices; leave it out"
             )
         narrow = jnp.dtype(asked.wire_dtype).name
-    # On a single device nothing is sent, so this setting has no effect.
+    # On a single device nothing is sent, and the checkpoint does not contain this setting.
     settings: dict[str, Any] = {"wire_dtype": narrow} if num_devices() > 1 else {}
     if (head := getattr(model, "next_event", None)) is not None:
         settings |= labels_document({each.name: each.column for each in head.labels})
@@ -284,7 +284,8 @@ def sequence_job(asked: Fit) -> Job:
     if validation is None:
         return Job(examples, None, None, settings=settings)
     if validation.weights is None:
-        # Weights of single entries belong to the inputs. For validation, only zero weights matter.
+        # Single weights are for the entries of `inputs`. In validation, only the weights by kind
+        # of event are used, to select the targets.
         by_kind = asked.weights if isinstance(asked.weights, str | Mapping) else None
         try:
             validation = with_targets(validation, asked.targets, by_kind, "validation")
@@ -302,7 +303,7 @@ def sequence_job(asked: Fit) -> Job:
             k=k,
             exclude=left_out_of_validation(sequences),
             popularity=None,
-            # Ranking needs less memory than a training step, and large batches are faster.
+            # Ranking needs less memory than a training step, and is faster with large batches.
             batch_size=max(batch_size, 1024),
         )
         ranker = lambda model: NextItems(finished(model), times=times)

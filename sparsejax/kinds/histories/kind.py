@@ -86,7 +86,7 @@ from sparsejax.options.training import Fit, Repeated, Training
 from sparsejax.sequence.config import AttentionConfig, SequenceConfig, entries_cut_off
 from sparsejax.sequence.events import EventSizes
 
-# Widths that `tune` tries.
+# Widths that `tune` chooses from.
 _WIDTHS = (32, 64, 128, 256, 512)
 
 
@@ -95,7 +95,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
 
     name = "histories"
     about = "The model reads what a user did, in its order, and says what comes next."
-    # Chosen on the validation set of Amazon Beauty; the number of steps also on that of MovieLens.
+    # Chosen on the validation set of Amazon Beauty, the number of steps also on MovieLens.
     defaults = Defaults(
         batch_size=256,
         least_epochs=40,
@@ -261,7 +261,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
     def with_negatives(
         self, config: SequenceConfig, negatives: int | None, origin: bool
     ) -> SequenceConfig:
-        # A continued run uses the loss that is requested now.
+        # A run that is continued may use another loss than before.
         if negatives is None and not origin:
             return config
         sampler = "uniform" if negatives is None else config.sampler
@@ -460,7 +460,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
 
 
 def _new_categories(training: Training, known: Events, column: str) -> Names:
-    """The categories that are new in a column of events. A file of them is read once more."""
+    """Names of the categories that are new in an event column. A file of events is read again."""
     data, schema = training.data, EventSchema(ids={column: VocabularyColumn()})
     if is_saved(data, stored.HISTORIES):
         data = SequenceDataset.load(data)

@@ -27,7 +27,7 @@ from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.item_content import with_vectors
 from sparsejax.sequence.events import EventSizes, RankBy
 
-# Number of items with the highest scores that are ranked again by their expected value.
+# `rank_by` ranks this many items with the highest scores again, by their expected value.
 CANDIDATES = 1000
 
 
@@ -133,7 +133,7 @@ def check_events(model: Any, data: Any, what: str = "inputs") -> None:
             f"{what} has the columns of users {has}, but the model reads {reads}; {remedy} "
             "user_features=..., in Python see data.with_users"
         )
-    # The lengths of lists may differ.
+    # Columns may differ in the length of their lists.
     if given.without_lists != wanted.without_lists:
         raise ValueError(
             f"{what} has the columns of events {given}, but the model reads {wanted}, or their "
@@ -209,8 +209,10 @@ class NextItems(nnx.Module):
         return self.model.top_k(x[HISTORIES], k, exclude=exclude, **options)
 
     def _top_k_by(self, by: RankBy, x: Any, k: int, **options: Any):
-        """Ids, scores and label values of the `k` best of the `CANDIDATES` items with highest
-        scores.
+        """Ranks the `CANDIDATES` items with highest scores by a label, and returns the best `k`.
+
+        Returns:
+          Ids, scores and label values, each `[batch, k]`.
         """
         model = with_vectors(self.model)
         h = model.last(x[HISTORIES], **self._beside(x))
@@ -219,7 +221,7 @@ class NextItems(nnx.Module):
         of_label = _scores_by(model, by, h, ids)
         values = jnp.where(ids < 0, 0, by.values(of_label))
         order = by.order(scores, of_label)
-        # NaN ranks first, so that callers find it, as in `top_k`.
+        # NaN ranks first, as in `top_k`, so that the caller notices it.
         _, at = jax.lax.top_k(order, min(k, count))
         found = [jnp.take_along_axis(a, at, axis=1) for a in (ids, scores, values)]
         room = ((0, 0), (0, k - min(k, count)))
@@ -243,7 +245,7 @@ class NextItems(nnx.Module):
         return model.next_event(h, model.output.rows(ids))
 
     def _beside(self, x: Any) -> dict[str, Any]:
-        """Keyword arguments for the model: everything but histories."""
+        """Keyword arguments of the model other than the histories, such as times."""
         given = {"times": x[TIMES]} if self.times else {}
         if (shapes := event_shapes(self.model)) is not None:
             given["events"] = {name: x[input_name(name)] for name in shapes}
@@ -251,7 +253,7 @@ class NextItems(nnx.Module):
 
 
 def _scores_by(model: Any, by: RankBy, h: jax.Array, ids: jax.Array) -> jax.Array:
-    """`[batch, count]` scores of a label for events with these items; an id may be -1."""
+    """`[batch, count]` scores of a label for events with the given items; an id may be -1."""
     vector, number = model.next_event.query(h, by.place)
     rows = model.output.rows(ids.reshape(-1)).reshape(*ids.shape, -1)
     product = jnp.einsum("bw,bcw->bc", vector, rows, precision="highest")

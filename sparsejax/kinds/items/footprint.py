@@ -40,18 +40,18 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.planning import Plan
 from sparsejax.sparse import CSR
 
-# Bytes per entry of a dispatch. The transpose stores a column, a row and a position; the starts of
-# the columns are counted separately. The sort stores a column, keys, values and work space. The
-# figures were measured on an H200 with 39 million entries.
+# Bytes per entry of a dispatch. The transpose stores a column, a row and a position, without the
+# starts of columns. The sort stores a column, keys, values and work space. Measured on an H200
+# with 39 million entries.
 _TRANSPOSED, _SORTED = 12, 37
 # Bytes per entry of a step: about ten arrays of 4 bytes.
 _STEP_ENTRY = 40
-# Arrays of [batch, hidden] for each hidden layer, forward and backward.
+# Number of [batch, hidden] arrays for each hidden layer in the forward and backward passes.
 _ACTIVATIONS = 5
-# Number of entries on the fullest device of a mesh divided by the mean, in the readers' order.
+# Entries of the fullest device divided by their mean over the devices, in the readers' order.
 _IMBALANCE = 1.05
-# The entries of the fullest batch are 3 standard deviations above the mean. A standard
-# deviation is 1.3 times the mean of a row times the root of the number of rows.
+# The fullest batch is assumed to have 3 standard deviations more entries than the mean. The
+# standard deviation is 1.3 times the mean of a row times the root of the number of rows.
 _FULLEST = 3 * 1.3
 
 
@@ -127,7 +127,7 @@ class NetworkWorkload(Workload):
         itemsize = 8 if self.values else 4
         own = self.capacities(data, model)
         steps = dispatch.steps_on_gpu(dispatch.entries_of_step(own, data))
-        # Each device receives those entries of the whole batch that belong to its columns.
+        # Each device receives the entries of the whole batch that are in its own columns.
         column = data * own[0]
         kernel_rows = padded_rows(self.inputs) // model
         starts = min(column, kernel_rows)
@@ -137,7 +137,7 @@ class NetworkWorkload(Workload):
         in_dispatch = taken + steps * (_SORTED - 4) * column
         sorting = max(in_dispatch, ORDER_SORTED * rows)
 
-        # Memory of the closed-form fit before training, without the data set and the order.
+        # Memory for the closed-form fit before training, without the data set and its order.
         network, linear = self.network, 0
         if network.linear is not None:
             sizes_of_data = self.rows, self.inputs, self.entries
@@ -162,7 +162,7 @@ class NetworkWorkload(Workload):
         tied = network.output.tied is not None
         first = sizes[0]
         touched = input_gradient(self, column, kernel_rows, first, dense=tied)
-        # allocated during a dispatch only
+        # the fused operand is allocated only during a dispatch
         operand = output.operand if self.fused else 0
         stays = output.gradient + operand
         stages = output.at_once(self.fused), stays + touched
@@ -213,7 +213,7 @@ def network_workload(asked: Plan, batch: int) -> NetworkWorkload:
 
 
 def _is_between(path: tuple[Any, ...]) -> bool:
-    """Whether a parameter is replicated: it belongs to no kernel of items or features."""
+    """Whether a parameter is replicated: all but the kernels for items or features are."""
     if path[0] == 0 and path[1] == "output":
         return path[2:] in CONTENT_KERNELS
     return path[0] == 0 and path[1:] != ("first", "kernel")
@@ -229,14 +229,15 @@ def _sent(
 ):
     """Bytes that each device sends in a step by ring algorithms, over "data" and over "model".
 
-    `entries` and `labels` count those of the whole batch that belong to a device's columns.
+    `entries` and `labels` are the numbers of input and label entries of the whole batch that are
+    in the columns of one device.
     """
     network, batch = job.network, job.batch // data
     sizes = [layer.size for layer in network.hidden]
 
     over_data, over_model = {}, {}
     if network.loss == "softmax_cross_entropy":
-        # A ring through all devices.
+        # one ring contains all devices
         over = over_data if data > 1 else over_model
         n = data * model
         if n > 1:

@@ -90,7 +90,7 @@ def item_job(asked: Fit) -> Job:
     shown = Inputs.of(cast(Sources, inputs))
     check_inputs(shown, features_of(model))
     examples = item_examples(model, shown, targets, asked.row_weights)
-    # with several targets, the model has a loss for each
+    # A model with several targets has a loss for each of them.
     if not isinstance(targets, Mapping):
         roles = cast(Roles, examples.roles)
         check(examples.matrices[roles.labels[0]], whole=True)

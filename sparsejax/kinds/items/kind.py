@@ -235,7 +235,7 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
 
             def ahead(shapes: Any) -> Callable[[], object]:
                 compiling = beside()[1].lower_ahead(shapes)
-                # starts now in another thread, as its programs compile quickly
+                # The baseline starts now in another thread, because its programs compile quickly.
                 baseline()
                 return compiling
 
@@ -251,12 +251,12 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
 
 
 def _data_to_evaluate(asked: Evaluate, reading: Reading, run: Opened) -> dict[str, Any]:
-    """Arguments of `evaluate`: the data that the command's files contain."""
+    """Reads the files that `asked` names. Returns the data as arguments of `evaluate`."""
     names = run.known
     valued = run.settings.indicator
     given = {}
     if asked.heldout is None:
-        # It keeps its own features until it is split.
+        # The data keeps the file's own features until it is split.
         given["inputs"] = read_file(asked.inputs, reading, indicator=valued)
     else:
 
