@@ -1,4 +1,4 @@
-"""Click models: tables of embeddings, and layers that make a logit of their rows.
+"""Click models: embedding tables, and layers that compute a logit from the looked-up rows.
 
 This package stands above `embeddings`, as each model has an `EmbeddingCollection`.
 """

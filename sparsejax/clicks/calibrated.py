@@ -80,7 +80,7 @@ class Calibrated(nnx.Module):
         self.knots = nnx.data([None if x is None else nnx.Variable(x) for x in pairs])
 
     def __getattr__(self, name: str) -> Any:
-        # Data is checked against these attributes of the wrapped model.
+        # `fit` and predictors check data against these attributes of the wrapped model.
         if name in ("num_dense", "num_ids", "like", "labels", "beside"):
             return getattr(self.model, name)
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Click models: a logit for each example, from dense columns and from ids.
+"""Click models: each computes a logit for every example, from dense columns and from ids.
 
-All have the form `model(dense, ids)`. Tables are an `EmbeddingCollection`; the rest are ordinary
-Flax layers.
+All are called as `model(dense, ids)`. Their tables are an `EmbeddingCollection`; all other layers
+are ordinary Flax layers.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import sgd
 from sparsejax.wide_ids import NUM_IDS
 
-# Factors of second order start small, as they are multiplied with each other.
+# Factors and position vectors start small, because they are multiplied with other vectors.
 _factor_init = nnx.initializers.normal(0.01)
-# Histories for which a CPU makes no kernel of each example. A step of DIN, batch 512, took 52 ms of
-# processors with one and 57 without it for 50 places; 9.9 and 8.6 ms for 8.
+# With at most this many places in a history, a CPU adds no separate matrix for each example. A
+# step of DIN with batch 512 took 52 ms of processor time with such matrices and 57 without them
+# for 50 places; 9.9 and 8.6 ms for 8 places.
 _FEW_PLACES = 24
 _PLAN: Mapping[str, Placement] = {}
 _ONE_LABEL: Mapping[str, str | None] = {}
@@ -50,7 +51,7 @@ Dense = Float[Array | np.ndarray, "batch columns"]
 
 
 class _OnMesh(NamedTuple):
-    """Placement of tables, settings of the exchange, and labels; see `EmbeddingCollection`."""
+    """Placement of the tables, settings of the exchange, and labels; see `EmbeddingCollection`."""
 
     plan: EmbeddingPlan | Mapping[str, Placement]
     wire_dtype: jax.typing.DTypeLike | None
@@ -59,10 +60,12 @@ class _OnMesh(NamedTuple):
 
 
 class _ClickModel[C: ClickModelConfig](nnx.Module):
-    """The base of click models: the sizes of their inputs, and tables of one width."""
+    """Base class of click models: stores the sizes of the inputs, and embedding tables of one
+    width.
+    """
 
     kind = "clicks"
-    # Whether a training step is many short fusions, see `mesh.xla_options.is_timed`.
+    # Whether a training step consists of many short fusions, see `mesh.xla_options.is_timed`.
     short_fusions: ClassVar[bool] = True
     # Whether the model always has a linear part.
     _has_linear: ClassVar[bool] = False
@@ -101,7 +104,9 @@ class _ClickModel[C: ClickModelConfig](nnx.Module):
         self._build(rngs)
 
     def _apart(self, features: Mapping[str, int | str]) -> Mapping[str, Any]:
-        """Arguments of `_tables` that say which vectors stay apart; by default none do."""
+        """Arguments of `_tables` that name the features whose vectors are not summed; by default
+        none.
+        """
         return {}
 
     def _build(self, rngs: nnx.Rngs) -> None:
@@ -111,7 +116,9 @@ class _ClickModel[C: ClickModelConfig](nnx.Module):
     def __call__(
         self, dense: Dense, ids: Mapping[str, Ids] | FeatureBatch
     ) -> Float[Array, "batch *labels"]:
-        """The logit of each example, in float32; with several labels one for each of them."""
+        """Computes the logit of each example, in float32: `[batch]`, or `[batch, labels]` with
+        labels.
+        """
         logit = self._trained(dense, ids)
         if self.share is not None:
             logit = self.share[...] * logit
@@ -135,7 +142,7 @@ class _ClickModel[C: ClickModelConfig](nnx.Module):
         return chained(logit, self.after) if is_chain else logit
 
     def _last(self, inputs: int, sizes: tuple[int, ...], rngs: nnx.Rngs) -> nnx.Module:
-        """The last layers: to a logit, or by `sharing` to one for each label."""
+        """Makes the last layers: to one logit, or to a logit for each label as `sharing` says."""
         if not self.labels:
             return Layers(inputs, (*sizes, 1), self.dtype, rngs)
         sharing = self.config.sharing or SharedBottom()
@@ -167,7 +174,7 @@ class _ClickModel[C: ClickModelConfig](nnx.Module):
 
     @property
     def num_inputs(self) -> int:
-        """Number of dense columns plus all numbers of the embeddings."""
+        """Number of dense columns plus the widths of all embeddings."""
         return self.num_dense + self.embeddings.num_outputs
 
     def add_ids(
@@ -177,7 +184,7 @@ class _ClickModel[C: ClickModelConfig](nnx.Module):
         new_ids.add_ids(self, added, optimizer=optimizer)
 
     def _inputs(self, dense, ids) -> jax.Array:
-        """`[batch, num_inputs]`."""
+        """Concatenates dense columns and embeddings to `[batch, num_inputs]`."""
         dense = self._dense(dense)
         rows = self.embeddings.concat(ids).astype(self.dtype)
         return jnp.concatenate([dense, rows], axis=1)
@@ -221,7 +228,7 @@ class DLRM(_ClickModel[DLRMConfig]):
                 "one feature alone has no pairs; give it dense columns too"
             )
         self.top = self._last(inputs, config.top, rngs)
-        # The form of `dot_interaction`.
+        # Implementation of `dot_interaction`.
         self.implementation: Implementation = None
 
     def _trained(self, dense, ids) -> jax.Array:
@@ -300,7 +307,7 @@ class DeepFM(_ClickModel[DeepFMConfig]):
         shape = (self.num_dense, self.config.dim)
         self.factors = nnx.Param(_factor_init(rngs.params(), shape))
         self.hidden = self._last(self.num_inputs, self.config.hidden, rngs)
-        # How much the pairs count for each of several labels.
+        # A weight of the pairs for each label, if there are labels.
         scales = nnx.Param(jnp.ones(len(self.labels))) if self.labels else None
         self.scales: nnx.Param | None = nnx.data(scales)
 
@@ -310,7 +317,7 @@ class DeepFM(_ClickModel[DeepFMConfig]):
         factors = self.factors[...].astype(x.dtype)
         columns = x[:, : self.num_dense, None] * factors[None]
         vectors = jnp.concatenate([columns, rows], axis=1).astype(jnp.float32)
-        # The sum over pairs, by the square of the sum.
+        # The sum over all pairs is half of (square of the sum - sum of the squares).
         square, squares = jnp.square(vectors.sum(1)), jnp.square(vectors).sum(1)
         pairs = 0.5 * jnp.sum(square - squares, axis=1)
         if self.scales is not None:
@@ -374,7 +381,9 @@ class _HistoryModel[H: (DINConfig, TINConfig)](_ClickModel[H]):
         raise NotImplementedError
 
     def _pooled(self, unit: Any, name: str, candidate: jax.Array, rows) -> jax.Array:
-        """`[batch, dim]`: the sum of a history. A place without an id has a vector of zeros."""
+        """The weighted sum of a history, `[batch, dim]`. A place without an id has a vector of
+        zeros.
+        """
         raise NotImplementedError
 
     def _trained(self, dense, ids) -> jax.Array:
@@ -430,11 +439,12 @@ class DIN(_HistoryModel[DINConfig]):
 
 
 def _attention(layers: Layers, history: jax.Array, candidate: jax.Array) -> jax.Array:
-    """`[batch, length]`: `layers([e, c, e - c, e * c])` of each vector of a history.
+    """The attention scores `[batch, length]`: `layers([e, c, e - c, e * c])`; `e` is a vector of
+    the history, `c` the candidate.
 
-    The first layer's product is linear in its four parts, so those of `e` and `e - c` are one
-    product, and those of `c` need one for each example. That of `e * c` is one more half of the
-    product of `e`, or is in a kernel of each example.
+    The first layer is linear in these four parts. So `e` and `e - c` share one product, and the
+    products with `c` are computed once for each example. The part `e * c` doubles the width of the
+    product with `e`, or is added to a separate matrix for each example.
     """
     first, *others = layers.layers
     of_each, of_candidate, of_gap, of_both = jnp.split(
@@ -469,7 +479,8 @@ def _summed(
     def as_product(x, weights):
         return jnp.einsum(formula, x, weights, preferred_element_type=jnp.float32)
 
-    def as_sum(x, weights):  # A GPU multiplies a matrix by one column faster so.
+    # As a batched sum: a GPU is slow at multiplying a matrix by one column.
+    def as_sum(x, weights):
         weights = weights[None, None] if axis == 2 else weights[..., None]
         return (x * weights).sum(axis, dtype=jnp.float32)
 
@@ -518,7 +529,8 @@ class TIN(_HistoryModel[TINConfig]):
         here, *before = jnp.split(unit.vectors[...].astype(events.dtype), [1])
         query, size = candidate + here, known.shape[1]
         count = (known * (1 + jnp.arange(size))[None]).max(1)
-        # Products with vectors of places need no vector for each place of each example.
+        # Scores of place vectors are computed once for each place, without a `[batch, length,
+        # dim]` array.
         scores = (events * query[:, None]).sum(-1, dtype=jnp.float32)
         of_places = query @ before[0][:size].T
         scores = scores + _from_the_end(of_places, count).astype(jnp.float32)
@@ -530,14 +542,14 @@ class TIN(_HistoryModel[TINConfig]):
 
 
 class _Places(nnx.Module):
-    """Vectors of the candidate's place, and of those before it."""
+    """Position vectors: one for the candidate's place, and one for each place before it."""
 
     def __init__(self, length: int, dim: int, rngs: nnx.Rngs):
         self.vectors = nnx.Param(_factor_init(rngs.params(), (1 + length, dim)))
 
 
 def _beside(config, features, histories) -> tuple[tuple[str, str], ...]:
-    """Pairs of histories and columns beside them, which are checked."""
+    """Checks the configuration's pairs (history, column beside it), and returns them."""
     pairs = getattr(config, "beside", ())
     found = [column for _, column in pairs]
     free = [name for name in features if name not in {*histories, *histories.values()}]
@@ -552,13 +564,13 @@ def _beside(config, features, histories) -> tuple[tuple[str, str], ...]:
 
 @jax.custom_vjp
 def _from_the_end(x: jax.Array, count: jax.Array) -> jax.Array:
-    """Turns round the first `count` numbers of each row, and makes the others 0."""
+    """Reverses the order of the first `count` numbers in each row, and sets the others to 0."""
     at = count[:, None] - 1 - jnp.arange(x.shape[1])[None]
     turned = jnp.take_along_axis(x, jnp.maximum(at, 0), axis=1)
     return jnp.where(at >= 0, turned, 0)
 
 
-# The matrix of such a turn is symmetric, so its derivative needs no scatter.
+# This reversal is a symmetric matrix, so its derivative is the same reversal, without a scatter.
 _from_the_end.defvjp(
     lambda x, count: (_from_the_end(x, count), count),
     lambda count, slope: (_from_the_end(slope, count), None),
@@ -578,9 +590,9 @@ class Fitted(nnx.Variable):
 
 
 class _Linear(nnx.Module):
-    """A number for each id and each dense column, and a bias. All begin at 0.
+    """The linear part: a weight for each id and each dense column, and a bias, all initially 0.
 
-    With `regression` in the configuration optimizers leave it as it is.
+    If the configuration has `regression`, optimizers do not change these parameters.
     """
 
     def __init__(self, config, num_dense, features, on_mesh, rngs):
@@ -608,7 +620,7 @@ class _Linear(nnx.Module):
         return rows.sum(axis=1) + dense @ self.weights[...] + bias
 
 
-# By the names that their configurations have.
+# The model class for each name of a configuration.
 _MODELS: Mapping[str, type[Any]] = {
     "dlrm": DLRM,
     "dcn": DCN,
@@ -739,12 +751,12 @@ def _tables(
 
 
 def _vectors(rows: jax.Array, dim: int) -> jax.Array:
-    """`[batch, features, dim]` of `[batch, features * dim]`."""
+    """Reshapes `[batch, features * dim]` to `[batch, features, dim]`."""
     return rows.reshape(len(rows), rows.shape[1] // dim, dim)
 
 
 def _check_labels(config: ClickModelConfig, labels: tuple[str, ...]) -> None:
-    """Raises ValueError if the configuration is invalid for the number of labels."""
+    """Raises ValueError if the configuration does not fit these labels."""
     if labels and config.regression:
         raise ValueError(
             f"regression=True is for one label, but there are {len(labels)}: leave it out"

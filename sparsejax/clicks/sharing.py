@@ -1,4 +1,4 @@
-"""The last layers of click models with several labels, some of which are shared by labels."""
+"""The last layers of click models with several labels, which may share some of these layers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _weights(gates: _Stacks, x: jax.Array) -> Float[Array, "batch count experts"
 
 
 class _SharedBottom(nnx.Module):
-    """See `SharedBottom`."""
+    """The layers that `SharedBottom` configures."""
 
     def __init__(self, sharing: SharedBottom, inputs, sizes, labels, dtype, rngs):
         self.bottom = Layers(inputs, sizes, dtype, rngs, end=True)
@@ -101,7 +101,7 @@ class _SharedBottom(nnx.Module):
 
 
 class _MMoE(nnx.Module):
-    """See `MMoE`."""
+    """The layers that `MMoE` configures."""
 
     def __init__(self, sharing: MMoE, inputs, sizes, labels, dtype, rngs):
         count = sharing.experts
@@ -126,7 +126,9 @@ class _Level(nnx.Module):
         self.shared_gate: _Stacks | None = nnx.data(gate)
 
     def __call__(self, x: jax.Array) -> Float[Array, "batch outputs hidden"]:
-        """`x` is `[batch, inputs]`, or `[batch, labels + 1, inputs]` of the level before."""
+        """`x` is `[batch, inputs]` at the first level, and `[batch, labels + 1, inputs]` at
+        later ones.
+        """
         labels, of_labels, of_shared, given = self.labels, x, x, x
         if x.ndim == 3:
             of_labels, of_shared = x[:, :labels], x[:, labels:]
@@ -147,7 +149,7 @@ class _Level(nnx.Module):
 
 
 class _PLE(nnx.Module):
-    """See `PLE`."""
+    """The layers that `PLE` configures."""
 
     def __init__(self, sharing: PLE, inputs, sizes, labels, dtype, rngs):
         widths = [inputs, *[sizes[-1]] * (sharing.levels - 1)]

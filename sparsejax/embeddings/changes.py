@@ -130,7 +130,8 @@ def apply_changes(
     """
     links = change_folders.chain(folder, after)
     if not links:
-        assert after is not None  # without `after`, the first change is a base
+        # If `after` is None, the first link is a base, so this is not reached.
+        assert after is not None
         return after
     tables = _tables_of(model)
     _check_tables(links[-1], tables.parts)
@@ -220,7 +221,9 @@ def _apply(
         for column in table.columns
     )
     step = None if optimizer is None else optimizer.step[...]
-    if with_state:  # rows of static tables, too, have their values at this step
+    # Rows of static tables that are not in the changes have their initial values, with the state
+    # at this step.
+    if with_state:
         step = jnp.asarray(links[-1].manifest.steps, jnp.int32)
     plans: list[tuple[Store, np.ndarray, dict[str, np.ndarray], bool]] = []
     is_base = links[0].manifest.base is None
@@ -291,7 +294,9 @@ def _with_state(
     *,
     with_state: bool,
 ) -> tuple[dict[str, np.ndarray], bool]:
-    """The columns to write to a store, and whether the state of their rows must be initialized."""
+    """The columns to write to a store, and whether to initialize the optimizer state of their
+    rows.
+    """
     given = {n: a for n, a in columns.items() if not n.startswith(files.STATE)}
     if optimizer is None or not len(columns[ROW]):
         return given, False

@@ -156,7 +156,7 @@ class EmbeddingCollection(Tables):
             of_stack = rows[stack.name]
             if alone:
                 found += [_whole(of_stack, parts) for _, parts in features]
-            else:  # the features are adjacent in the stack
+            else:  # the bags of these features are adjacent in the stack
                 parts = [part for _, parts in features for part in parts]
                 bags = slice(parts[0].bag_range.start, parts[-1].bag_range.stop)
                 found.append(of_stack[:, bags])
@@ -180,7 +180,7 @@ class EmbeddingCollection(Tables):
             rows = self._rows(ids, blank=1 + blank, dtype=first.dtype, after=first)
             return _with_first(*rows.values(), first)
         rows = self.concat(ids).astype(first.dtype).reshape(batch, -1, dim)
-        # On a GPU, adding padded rows takes a third of the time of a concatenation.
+        # On a GPU, adding two padded arrays takes a third of the time of a concatenation.
         behind = jnp.pad(rows, ((0, 0), (1 + blank, 0), (0, 0)))
         more = behind.shape[1] - 1
         return behind + jnp.pad(first[:, None], ((0, 0), (0, more), (0, 0)))
@@ -244,7 +244,7 @@ class EmbeddingCollection(Tables):
         later = {feature.name for stack in held for feature in stack.features}
 
         def answered(ids, batch, crowded):
-            # reading it waits for the device
+            # Reading the flag `crowded` waits for the device.
             return self._packed(ids) if crowded else batch
 
         waiting = collections.deque()
@@ -405,7 +405,8 @@ class EmbeddingCollection(Tables):
         return sum(stack.dim * stack.bags for stack in self.stacks)
 
     def _features(self) -> list[tuple[Stack, list[StackedFeature]]]:
-        """All features with their stacks, in their original order.
+        """All features in their original order, each with its stack, and with a part for each
+        piece of its table.
 
         A feature has a part for each piece of its table.
         """
@@ -457,8 +458,8 @@ class EmbeddingCollection(Tables):
 
 
 def _of_candidates(requests: jax.Array, candidates: jax.Array) -> jax.Array:
-    """Combines the bags of candidates with those of their requests; a bag is zero in one of the
-    two.
+    """Merges the bags of candidates with those of their requests. Each bag is zero in one of the
+    two arrays.
     """
     of_request = candidates.reshape(len(requests), -1, *requests.shape[1:])
     return (requests[:, None] + of_request).reshape(candidates.shape)
@@ -474,12 +475,14 @@ def collections_of(model: Any) -> dict[Path, EmbeddingCollection]:
 
 
 def _must_be_joined(parts: Sequence[StackedFeature]) -> bool:
-    """Whether its vectors are not contiguous: it is a sequence of rows cut into pieces."""
+    """Whether the vectors of a feature must be joined: it has no combiner, and its table is cut
+    into pieces by columns.
+    """
     return len(parts) > 1 and parts[0].config.length is not None
 
 
 def _whole(rows: jax.Array, parts: Sequence[StackedFeature]) -> jax.Array:
-    """The vectors of a feature for a batch, from `[batch, bags, dim]` of its stack."""
+    """The vectors of a feature, joined from `[batch, bags, dim]` of its stack."""
     pieces = [rows[:, part.bag_range] for part in parts]
     whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=2)
     return whole if parts[0].config.length else whole[:, 0]
@@ -487,11 +490,11 @@ def _whole(rows: jax.Array, parts: Sequence[StackedFeature]) -> jax.Array:
 
 @jax.custom_vjp
 def _with_first(rows: jax.Array, first: jax.Array) -> jax.Array:
-    """`rows` in which the first bag is replaced by `first`."""
+    """Replaces the first bag of `rows` by `first`."""
     return rows.at[:, 0].set(first)
 
 
-# The first bag has no ids, so its gradient is never read and need not be set to zero.
+# The first bag has no ids, so nothing reads its gradient, which need not be set to zero.
 _with_first.defvjp(
     lambda rows, first: (_with_first(rows, first), None),
     lambda _, slope: (slope, slope[:, 0]),

@@ -248,7 +248,7 @@ class DynamicTableConfig(TableConfig):
                 )
             return
         if self.host and self.device_rows is not None and rows == here:
-            return  # a copy of an existing configuration
+            return  # fields are already set in a copy of an existing configuration
         if self.host or self.device_rows is not None:
             raise ValueError(
                 "host and device_rows are for a TableConfig: beside host_rows leave them out, "
@@ -273,7 +273,8 @@ class DynamicTableConfig(TableConfig):
     @property
     def index_bytes(self) -> int:
         """Bytes of the index for each row, besides its numbers and state."""
-        # Key, flag, position in the free list, two slots with tags, `last` and `count`.
+        # Bytes of the index for a row: key, flag, position in the free list, two slots with tags,
+        # `last` and `count`.
         index = 8 + 1 + 4 + 2 * (4 + 1) + 4 + 4
         index += 4 if isinstance(self.evict, RowNumber) else 0
         return index + (16 if self.admit and self.admit.count else 0)

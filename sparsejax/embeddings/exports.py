@@ -36,10 +36,10 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.whole_files import check_path
 from sparsejax.wide_ids import WideIds
 
-# After a base, changes may contain this many times the number of table rows; then a new base is
-# written.
+# When the changes since a base have more than this many times the rows of all tables, a new base
+# is written.
 _MOST_CHANGES = 4
-# Bytes of copied rows on the device that wait for the writing thread.
+# The most bytes of copied rows that wait on the devices for the writing thread.
 _HELD = 2**30
 # Number of rows in host memory that are compared at a time.
 _COMPARED = 2**16
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
 
 class _OnHost(NamedTuple):
-    """The content of the folder for rows of a stack whose columns are in host memory.
+    """The state of a folder of changes, for the columns in host memory of one stack.
 
     Attributes:
       hashes: `[rows, 2]` hashes of the content.
@@ -75,7 +75,7 @@ class _OnHost(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """The content of the folder for each row of a stack.
+    """The state of a folder of changes, for the columns on the devices of one stack.
 
     Attributes:
       hashes: hashes of the row's columns on the devices, as the folder has them.
@@ -89,7 +89,7 @@ class _Told(NamedTuple):
 
 
 class _Content(NamedTuple):
-    """The content of the folder for a stack.
+    """The state of a folder of changes, for one stack.
 
     Attributes:
       told: content for the rows' columns on the devices.
@@ -101,7 +101,7 @@ class _Content(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """Differences between the rows of a stack and the content of a folder.
+    """Differences between the rows of a stack and the rows stored in a folder.
 
     Attributes:
       changed: bool: the row must be written, as it differs or is missing in the folder.
@@ -116,7 +116,7 @@ class _Difference(NamedTuple):
 
 @dataclasses.dataclass
 class _Memory:
-    """The known content of a folder of changes.
+    """The state of a folder of changes, kept in memory between exports.
 
     Attributes:
       last: last changes in the folder.
@@ -205,8 +205,8 @@ class _Later(NamedTuple):
     read: Callable[[], list[list[Any]]]
 
 
-# Rows of a table: ids, and for each column the arrays that are concatenated in it. The arrays may
-# have padding rows.
+# A block of table rows: the ids, and for each column the arrays to be concatenated. These arrays
+# may have padding rows.
 _Block = tuple[np.ndarray, list[list[Any]] | _Later]
 
 _memories: weakref.WeakKeyDictionary[Any, dict[pathlib.Path, _Memory]] = (
@@ -246,13 +246,14 @@ def export(
         _running.pop(owner).settle()
     check_path(folder)
     folder = folder.resolve()
-    folder.mkdir(exist_ok=True)  # an error is raised now, not in the thread
+    # Creating the folder here raises an error to the caller, not in the writing thread.
+    folder.mkdir(exist_ok=True)
     now = [part.store.exported(optimizer, state=state) for part in parts]
     tables = tables_of(parts, now)
     memories = _memories.setdefault(owner, {})
     memory, last = _recalled(folder, memories.pop(folder, None), parts, now, tables)
     contents, differences = _differing(parts, now, memory)
-    # Changed rows are copied on the device. Then training can continue.
+    # Changed rows are copied on the devices, so that training can continue while they are written.
     held, removed, blocks = _Held(), [], []
     for number, (at, pieces) in enumerate(tables.values()):
         store, mine = parts[at].store, differences[at]
@@ -286,7 +287,8 @@ def export(
         lost = [_NONE] * len(tables)
         memories[folder] = _Memory(link, contents, lost, count)
         if is_base and last is not None:
-            # A slow reader loads the new base, or still reads the files after the last one.
+            # A slow reader either loads the new base, or still reads the files since the previous
+            # base.
             change_folders.remove_before_base(folder, last)
         return changes
 
@@ -312,7 +314,7 @@ class _Held:
         self._bytes, self.waits = 0, False
 
     def kept(self, arrays: list[list[Any]] | _Later) -> list[list[Any]] | _Later:
-        """Returns the arrays, or copies on the host; or a `_Later`, unchanged."""
+        """Returns the arrays themselves, copies of them in host memory, or an unread `_Later`."""
         if isinstance(arrays, _Later):
             self._bytes += arrays.nbytes
             self.waits |= self._bytes > _HELD
@@ -345,13 +347,13 @@ def _column(name: str, array: jax.Array | np.ndarray, table: StackedTable) -> Co
     return Column(name, dtype.name, 0 if alone else array.shape[1])
 
 
-# --- what differs ---
+# --- differences between tables and folder ---
 
 
 def _differing(
     parts: Sequence[Part], now: Sequence[Rows], memory: _Memory | None
 ) -> tuple[list[_Content], list[_Difference]]:
-    """The new content of the folder for the rows of each stack, and the differences to the old."""
+    """Compares the rows of each stack with the folder: their new hashes, and the differences."""
     contents, differences = [], []
     for number, (part, rows) in enumerate(zip(parts, now, strict=True)):
         known = [] if memory is None else memory.contents[number : number + 1]
@@ -371,7 +373,7 @@ def _differing(
 
 
 def _compared(spec: P, rows: Rows, told: _Told):
-    """The new content of the folder, which rows differ, and which keys are gone."""
+    """Compares rows on the devices with the folder: new state, changed rows, and removed keys."""
 
     def compared(rows, told):
         columns = [
@@ -410,7 +412,7 @@ def _compared_on_host(rows: Rows, told: _OnHost) -> np.ndarray:
 
 
 def _hashed(columns: Sequence[Any], xp: Any) -> Any:
-    """A hash of each row of some arrays, `[rows, 2]` uint32; `xp` is NumPy or jax.numpy."""
+    """Hashes each row of some arrays to `[rows, 2]` uint32; `xp` is NumPy or jax.numpy."""
     totals = [np.uint32(0), np.uint32(0)]
     first = 0
     for column in columns:
@@ -445,7 +447,9 @@ def _words(column: Any, xp: Any) -> Any:
 def _changed_rows(
     rows: Rows, ids: np.ndarray, places: Sequence[np.ndarray]
 ) -> Iterator[_Block]:
-    """The columns of some ids, given the rows of each piece of their table."""
+    """Yields the columns of some ids in blocks, given the row numbers in each piece of their
+    table.
+    """
     arrays = files.flattened(rows.columns)
     gathered = [files.gathered(at, arrays) for at in places]
     for blocks in zip(*gathered, strict=True):
@@ -493,7 +497,7 @@ def _check_finite(what: str, values: np.ndarray) -> None:
         )
 
 
-# --- what a folder has ---
+# --- content of a folder ---
 
 
 def _recalled(
@@ -503,7 +507,7 @@ def _recalled(
     now: Sequence[Rows],
     tables: Mapping[Table, Pieces],
 ) -> tuple[_Memory | None, Link | None]:
-    """The content of a folder, and its last changes; None if a new base must be written."""
+    """The state of a folder (None if a new base must be written), and its last link."""
     numbers = change_folders.numbers(folder)
     if not numbers:
         return None, None
@@ -519,7 +523,9 @@ def _recalled(
 def _fits(
     memory: _Memory, last: Link, parts: Sequence[Part], now: Sequence[Rows]
 ) -> bool:
-    """Whether no other process wrote into the folder, and rows have their earlier numbers."""
+    """Whether the remembered state is still valid: no other process wrote into the folder, and
+    rows are divided over the devices as before.
+    """
     told = (content.told for content in memory.contents)
     triples = zip(told, parts, now, strict=False)
     return memory.last.checksum == last.checksum and all(
@@ -537,7 +543,7 @@ def _read(
     now: Sequence[Rows],
     tables: Mapping[Table, Pieces],
 ) -> _Memory:
-    """Reads the content of a folder, for example after a restart."""
+    """Reads the state of a folder from its files, for example after a restart."""
     links = change_folders.chain(folder)
     pairs = zip(parts, now, strict=True)
     empty = [_nothing(part.stack, rows) for part, rows in pairs]
@@ -560,7 +566,7 @@ def _read(
                 there.hashes[rows] = _hashed([given.pop(name) for name in names], np)
             if given:
                 told[at].used[rows] = True
-                # in the order in which a compiled program has the columns
+                # Compiled programs sort the columns by name, so hashes must use this order.
                 columns = [given[name] for name in sorted(given)]
                 told[at].hashes[rows] = _hashed(columns, np)
         lost.append(gone)
@@ -573,12 +579,12 @@ def _read(
 
 
 def _rows_on_devices(stack: Stack, rows: Rows) -> int:
-    """Number of rows with a column on the devices."""
+    """Number of rows of a stack whose columns are on the devices."""
     return stack.num_rows if rows.columns else 0
 
 
 def _nothing(stack: Stack, rows: Rows) -> _Content:
-    """The content of an empty folder for a stack."""
+    """The state of an empty folder, for one stack."""
     make = jit_sharded(_no_rows, spec_of(stack, 1), static=(0, 1))
     told = make(_rows_on_devices(stack, rows), rows.keys is not None)
     if rows.hosted is None:

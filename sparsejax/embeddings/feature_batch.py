@@ -178,7 +178,7 @@ def checked(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
         feature = features[name]
         value, wide = _given(feature, ids[name])
         found[name] = value if wide is None else wide
-        # `_batch_size` rejects other dtypes
+        # Other dtypes raise an error in `_batch_size`.
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value)):
             _batch_size(feature, value)
             _check_on_host(feature, value)
@@ -186,7 +186,7 @@ def checked(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
 
 
 def _given(feature: StackedFeature, value: Ids) -> tuple[Any, WideIds | None]:
-    """The ids of a feature in the form in which they are packed; for dynamic tables also as words.
+    """The ids of a feature as they are packed; for dynamic tables also as pairs of 32-bit words.
 
     For a dynamic table, the position of each id among the ids of the feature is packed.
     """
@@ -200,7 +200,7 @@ def _given(feature: StackedFeature, value: Ids) -> tuple[Any, WideIds | None]:
 
 
 def _last_ids(feature: StackedFeature, value: Ids) -> Ids:
-    """The last `length` ids of each row of an array, if the feature is configured so.
+    """The last `length` ids in each row of an array, if the feature keeps only the last ones.
 
     Lists in other forms are cut when they are packed.
     """
@@ -230,7 +230,7 @@ def _last_places(present: Array, length: int) -> Array:
 
 
 def _taken(array: Array, at: Array) -> Array:
-    """Gathers the columns `at` of each row."""
+    """Gathers the columns `at` from each row."""
     xp = np if isinstance(array, np.ndarray) else jnp
     return array[xp.arange(len(array), dtype=np.int32)[:, None], at]
 
@@ -350,7 +350,7 @@ def _packed_keys(
         keys = TableKeys(at, at.astype(np.uint32), at.astype(np.uint32))
     else:
         keys = TableKeys(xp.asarray(table)[at], high[at], low[at])
-    columns = xp.minimum(xp.asarray(x.indices), 0)  # WRONG stays
+    columns = xp.minimum(xp.asarray(x.indices), 0)  # `WRONG` is negative, so it stays
     return x.with_indices(columns, stack.num_rows), keys
 
 
@@ -383,7 +383,7 @@ def _side_by_side(xp: ModuleType, batch: int, arrays: Sequence[Array]) -> Array:
 
 
 def _ends_of_bags(xp: ModuleType, stack: Stack, batch: int, lists) -> Array:
-    """`[batch * bags]`: the end of each bag's entries, if no id is missing."""
+    """The end of each bag's entries, `[batch * bags]`, if no id is missing."""
     ends = np.cumsum(_lengths_of_bags(stack, lists), dtype=np.int32)
     examples = xp.arange(batch, dtype=np.int32)[:, None] * int(ends[-1])
     return (examples + ends[None]).reshape(-1)
@@ -398,7 +398,8 @@ def without_examples(batch: FeatureBatch, exists: Array) -> FeatureBatch:
     """
 
     def of(x: CSR) -> CSR:
-        # Otherwise XLA divides the ids, and sends all data about them over the mesh in the step.
+        # Without replication, XLA would divide the ids, and move all arrays made from them between
+        # devices in each step.
         return replicated(_without(x, exists))
 
     stacks = {n: of(x) if n in batch.keys else x for n, x in batch.stacks.items()}
@@ -412,7 +413,7 @@ def _without(x: CSR, exists: Array) -> CSR:
 
 
 class _Entries(NamedTuple):
-    """Ids of some features, `[entries]` each.
+    """Entries of a matrix: arrays with one element for each id.
 
     Attributes:
       row: bag of each id.
@@ -455,7 +456,7 @@ def _packed(
         counts = _added(xp, rows, xp.where(entries.kept, entries.row, rows), kept)
         indptr = xp.concatenate([zero, sums(counts)])
         place = indptr[entries.row] + before[:-1] - before[entries.first]
-    else:  # lists lie in the order of the bags
+    else:  # without matrices, entries are already in the order of the bags
         ends = _ends_of_bags(xp, stack, batch, lists)
         indptr = xp.concatenate([zero, before[ends]])
         place = before[:-1]
@@ -469,19 +470,20 @@ def _packed(
             f"the batch has {indptr[-1]:,} ids for the stack {stack.name!r}, but there is "
             f"room for nse={nse:,}"
         )
-    # Places that are left out are outside, and all differ.
+    # Entries to be dropped get unique positions outside the array.
     left_out = size + nse + xp.arange(size, dtype=np.int32)
     place = xp.where(entries.kept, place, left_out)
     indices = _written(xp, nse, place, entries.column)
     data = entries.weight
     if data is not None:
         data = _written(xp, nse, place, data)
-    # Not the constructor: columns do not ascend inside a row, and were already checked.
+    # The constructor is avoided: it requires ascending columns in each row, and checks values
+    # again.
     return CSR.tree_unflatten(stack.num_rows, (data, indices, indptr, None))
 
 
 def _of_lists(xp, stack: Stack, batch: int, lists) -> _Entries:
-    """The entries of arrays `[batch]` and `[batch, n]`, in the order of the bags."""
+    """The entries for arrays `[batch]` and `[batch, n]` of ids, in the order of the bags."""
     widths = [_width(value) for _, value in lists]
     ids = _side_by_side(xp, batch, [value for _, value in lists])
 
@@ -508,7 +510,7 @@ def _of_lists(xp, stack: Stack, batch: int, lists) -> _Entries:
 def _of_matrices(
     xp, stack: Stack, batch: int, matrices: Sequence[tuple[StackedFeature, CSR]]
 ) -> tuple[_Entries, Array]:
-    """The entries of CSR matrices, and the number of the first row that lacks some."""
+    """The entries of CSR matrices, and the number of the first row that lacks ids."""
     features = [feature for feature, _ in matrices]
     sizes = [x.nse for _, x in matrices]
     starts_of = np.cumsum([0, *sizes], dtype=np.int32)[:-1]
@@ -569,11 +571,12 @@ def _columns(stack: Stack, xp, ids, features: Sequence[StackedFeature], of_each)
     `of_each` makes an array for all ids from a value of each feature.
     """
     num_rows = of_each([f.table.config.num_rows for f in features])
-    # A field that is equal for all is a single number.
+    # If a field is equal for all features, it is passed as a single number.
     places = zip(*(feature.table.place for feature in features), strict=True)
     place = Place(*(v[0] if len(set(v)) == 1 else of_each(v) for v in places))
     drop = of_each([f.config.outside == "drop" for f in features])
-    if stack.dynamic:  # columns are key numbers, whose rows are found later
+    # In dynamic stacks, columns are positions of keys; their rows are found later.
+    if stack.dynamic:
         return ids.astype(np.int32), ids >= 0
     inside = (ids >= 0) & (ids < num_rows)
     column = xp.where(inside, stack.row_of(ids, place), WRONG)

@@ -1,8 +1,9 @@
-"""Stores rows in host memory as files: pieces, of which a save writes only changed ones.
+"""Stores rows in host memory as files. Each file has a piece of the rows; a save writes only
+changed pieces.
 
-A piece has the rows of neighbouring slots of all 256 hands. As tables are dealt to the hands like
-cards, these are ids of neighbouring numbers, so popular ids are in few pieces. The name of a
-file has the digest of its contents. So files are never changed, and checkpoints share them.
+A piece has the rows in adjacent slots of all 256 hands (virtual shards). Rows are distributed over
+the hands in turn, so these rows have adjacent ids, and popular ids are in few pieces. The name of
+a file contains the digest of its content. So files are never changed, and checkpoints share them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Pieces:
         self.slots = max(least, _PIECE_BYTES // (ROW_MULTIPLE * row), 1)
         self.count = -(-self.hand // self.slots)
         self.changed = np.ones(self.count, bool)
-        # The file of each piece at the last save; none for a piece whose rows were never seen.
+        # The folder of the last save, and the file of each piece there; none for a piece whose
+        # rows were never seen.
         self._folder: pathlib.Path | None = None
         self._names: dict[int, str] = {}
         kinds = {n: [a.dtype.str, *a.shape[1:]] for n, a in self.arrays.items()}

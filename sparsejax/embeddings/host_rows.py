@@ -1,12 +1,12 @@
 """Rows of tables in host memory, some of which are on the devices at a time.
 
-The parameter of such a stack has *slots*, fewer than rows. Before a step its rows are given slots,
-and the columns of its batch are replaced by slot numbers. So a step is equal to that for other
-tables. The optimizer state of a row moves with it. On a CPU, results do not depend on the slot of
-a row, bit by bit.
+The parameter of such a stack has *slots*, fewer than rows. Before a step, the rows of its batch
+are copied to slots, and the columns of the batch are replaced by slot numbers. So a step is equal
+to a step with tables on the devices. The optimizer state of a row moves with it. On a CPU, results
+do not depend on the slot of a row, bit by bit.
 
-A row is first made on a device, when a batch first has its id. So host memory is taken by rows
-that were seen, and nothing is written at the start.
+A row is initialized on a device, when its id is first in a batch. So only rows that were seen take
+host memory, and nothing is written at the start.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from sparsejax.optimizers import inplace
 from sparsejax.optimizers.optimizer import HostSettler, first_state
 from sparsejax.optimizers.rules import Rule
 
-# Name of the column with the kernel; other columns have the names of optimizer arrays.
+# Name of the column with the kernel's rows; other columns have the names of optimizer arrays.
 ROW = "row"
-# A name that sorts before all others.
+# Name of the array of row flags; it sorts before all other names.
 _KNOWN = " known"
 # Flags of a row: its numbers are valid, its optimizer state is valid.
 _NUMBERS, _STATE = 1, 2
@@ -65,7 +65,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class _Gathered(NamedTuple):
-    """Rows that a batch needs, on their way from the host to the devices.
+    """Rows that a batch needs, while they are copied from the host to the devices.
 
     Attributes:
       wanted: row numbers.
@@ -79,7 +79,7 @@ class _Gathered(NamedTuple):
     values: dict[str, jax.Array]
 
 
-# The slots of a batch; the rows that have left; and what was in their slots.
+# The slots of a batch; the removed rows; and the former content of their slots.
 _Swapped = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
 
 
@@ -123,8 +123,8 @@ class HostRows:
     def __init__(self, stack: Stack, key: nnx.Variable):
         self.stack, self.key = stack, key
         self.bytes_moved = 0
-        # Number of the state of the devices' tables: batches prepared for another state read NaN.
-        # Its value is stored, too, as reading the variable would wait for the devices.
+        # Version number of the tables on the devices: batches prepared for another version read
+        # NaN. `last_number` repeats it, because reading the variable would wait for the devices.
         self.number: nnx.Variable | None = None
         self.last_number = 0
         self._kernel: weakref.ref[nnx.Variable] | None = None
@@ -134,7 +134,7 @@ class HostRows:
         self._known = np.zeros(0, np.uint8)
         self._slots: Slots | None = None
         self._pieces: Pieces | None = None
-        # Replaced but never modified, as threads iterate over it.
+        # A tuple, which is replaced and never modified, because threads iterate over it.
         self._watching: tuple[weakref.ref[Touched], ...] = ()
         self._mesh: jax.sharding.Mesh | None = None
         self._buffers = Buffers()
@@ -199,7 +199,7 @@ class HostRows:
                 else reserved((rows, *variable.shape[1:]), variable.dtype, folder)
                 for name, variable in variables.items()
             }
-            # the state of another optimizer is discarded
+            # The optimizer state in host memory belongs to another optimizer, and is discarded.
             self._known &= np.uint8(_NUMBERS)
             if not len(self._known):
                 self._known = np.zeros(rows, np.uint8)
@@ -207,7 +207,8 @@ class HostRows:
                 self._kernel = weakref.ref(kernel)
                 weakref.finalize(kernel, self._release)
             self._state, self._rule = state, rule
-            # Sorted by name: "known" comes first, and tells whether a piece has rows.
+            # Arrays are stored sorted by name: the flags come first, and show whether a piece has
+            # rows.
             self._pieces = Pieces({_KNOWN: self._known, **self._arrays})
             self._touch(slice(None))
         self._mesh = current_mesh()
@@ -266,7 +267,8 @@ class HostRows:
         assert self._slots is not None
         with interrupts.uninterrupted():
             looked = coming.looked
-            if looked.number != self._slots.number:  # other rows were copied in between
+            # Between look-up and copy, other rows were copied.
+            if looked.number != self._slots.number:
                 concurrent.futures.wait([coming.gathered])
                 coming = self.look(looked.columns, training=looked.training)
                 looked = coming.looked
@@ -408,7 +410,8 @@ class HostRows:
             at = np.flatnonzero(self._known[rows] & whole != whole)
         for start in range(0, len(at), _BLOCK):
             some = at[start : start + _BLOCK]
-            padded = np.resize(rows[some], _BLOCK)  # one shape, one program
+            # Padded to one shape, so that one program is compiled.
+            padded = np.resize(rows[some], _BLOCK)
             given = _with_new(
                 self.stack,
                 self._rule,
@@ -464,7 +467,8 @@ class HostRows:
         self._buffers = Buffers()
 
     def _first_key(self) -> jax.Array | None:
-        """The random key of initial rows;
+        """The random key of initial rows; None for dynamic tables, which are initialized on a
+        device.
 
         None for dynamic tables, which are initialized on a device.
         """
@@ -475,7 +479,8 @@ class HostRows:
         return {} if kernel is None else {ROW: kernel, **self._state}
 
     def _changed(self, rows: np.ndarray, known: int) -> None:
-        if known == _NUMBERS | _STATE:  # need not be read
+        # All rows are already initialized, so their flags need not be read.
+        if known == _NUMBERS | _STATE:
             self._known[rows] = known
         else:
             self._known[rows] |= np.uint8(known)
@@ -538,7 +543,9 @@ class HostRows:
                     mine = rows[device, part]
                     flags = known[device, part]
                     np.take(self._known, mine, out=flags, mode="clip")
-                    if not flags.all():  # memory that was never written is not read
+                    # Rows without flags were never written: reading them would allocate their
+                    # memory.
+                    if not flags.all():
                         mine = np.where(flags > 0, mine, 0)
                     for name, buffer in buffers.items():
                         out = buffer.parts[device][part]
@@ -560,7 +567,8 @@ class HostRows:
             return _Gathered(wanted, by_device(known.reshape(-1)), values)
 
     def _swapped(self, gathered: _Gathered, looked: Looked) -> tuple[jax.Array, bool]:
-        """Gives rows slots. Rows removed from these slots are written to the host by a thread.
+        """Assigns slots to the rows of a batch. A thread copies the rows removed from these slots
+        to the host.
 
         Returns:
           The slots of the batch, and whether rows were removed.
@@ -626,7 +634,7 @@ class HostRows:
 
             def write(part: slice, device=device, mine=mine, places=places) -> None:
                 to, come = mine[part], places[part]
-                # Usually they are adjacent; then they need not be copied to be contiguous.
+                # Row numbers are usually contiguous. Then a slice avoids a copy.
                 if len(come) and come[-1] - come[0] + 1 == len(come):
                     come = slice(come[0], come[-1] + 1)
                 for name, parts in found.items():
@@ -673,7 +681,8 @@ def _completed(
     found = {ROW: w}
     if rule is None:
         return found
-    # The state of a new optimizer, as tables conceptually have all rows from the first step on.
+    # Tables conceptually have all rows from the first step on, so a row without state gets the
+    # state of step 0.
     fresh = first_state(rule, w, jnp.zeros((), jnp.int32))
     for name, array in fresh.items():
         old = values[name]
@@ -686,7 +695,9 @@ _with_new = jax.jit(_completed, static_argnums=(0, 1))
 
 
 class _Kind:
-    """A stack and a rule, as a key of compiled programs with a cheap hash."""
+    """A stack and an optimizer rule. It is a static argument of compiled programs, so its hash is
+    cheap.
+    """
 
     def __init__(self, stack: Stack, rule: Rule | None):
         self.stack, self.rule = stack, rule
@@ -741,7 +752,7 @@ def _swap(
             every = jnp.maximum(rows, 0) + own_place() * len(index.slot)
             new = _completed(kind.stack, kind.rule, key, every, known, values)
         before = {n: a.at[slots].get(mode="clip") for n, a in arrays.items()}
-        # All are read before one is written: otherwise XLA copies the whole array.
+        # Without this barrier, XLA mixes reads and writes, and copies the whole array.
         before, arrays = lax.optimization_barrier((before, arrays))
         after = {
             name: array.at[slots].set(
@@ -762,7 +773,7 @@ def _swap(
 
 
 def _on_mesh(mesh: jax.sharding.Mesh | None, work: Callable[[], None]) -> None:
-    """Calls `work` in a thread, in which no mesh is set, with the given mesh."""
+    """Calls `work` with the given mesh. A new thread has no mesh."""
     with using_mesh(mesh):
         work()
 
@@ -777,5 +788,5 @@ def _read_slots(arrays: dict[str, jax.Array], slots: jax.Array) -> dict[str, jax
 
 
 def _specs(arrays: Mapping[str, Any]) -> dict[str, P]:
-    """The spec of each array, as its creator stated it."""
+    """The partition spec of each array, as it was created."""
     return {n: P("model", None) if n == ROW else P("model") for n in arrays}

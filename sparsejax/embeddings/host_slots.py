@@ -1,7 +1,7 @@
-"""An index, on the devices, of the rows in host memory that have slots there.
+"""An index on the devices: it finds the slot of each row of a table in host memory.
 
-A batch has a million ids or more. Looking them up takes microseconds on a device, and many
-milliseconds on a host. So the host only gets the list of rows that are missing.
+A batch has a million ids or more. A device looks them up in microseconds, a host in many
+milliseconds. So the index is on the devices, and the host only gets the list of missing rows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from sparsejax.mesh.layout import jit_sharded
 from sparsejax.mesh.per_device import on_each, own_place, sum_over_model
 from sparsejax.sparse import sums_so_far
 
-# In place of a slot: there is none. `_LEFT - n` says that batch `n` took it from the row.
+# Special values in place of a slot: the row has none; or, as `_LEFT - n`, batch `n` removed the
+# row from its slot.
 _NO_SLOT, _LEFT = -1, -2
-# Slots that are looked at for some rows: at least so many, and so many for each row.
+# How many slots are examined to free some: at least the first number, and the second number for
+# each row.
 _LEAST_LOOKED_AT, _LOOKED_AT = 2**16, 4
 _LEAST_MOVED = 256
 # Number of last batches whose steps may not have started.
 _RECENT = 8
-# Each look-up has a unique number.
+# Unique numbers for look-ups.
 _numbers = itertools.count(1)
-# The sharding of the index, with equal parts on each device.
+# Bytes of the index for each row and for each slot.
 ROW_BYTES, SLOT_BYTES = 4, 9
-# How the index is divided, and a number for each device.
+# The index is divided over the axis "model"; each device has an equal part.
 _MINE = P("model")
 
 
@@ -120,7 +122,7 @@ class Slots:
         """Empties all slots."""
         make = jit_sharded(_empty, _MINE, static=(0, 1, 2))
         self.index = make(self.num_rows, self.num_slots, self.devices)
-        self.number = next(_numbers)  # whatever was looked up is wrong
+        self.number = next(_numbers)  # a new number makes earlier look-ups invalid
         self._filled = np.zeros(self.devices, np.int64)
 
     def expire(self) -> None:
@@ -237,7 +239,7 @@ def taken(
             jnp.where(is_full, (start + window) % size, hand),
         ]
     )
-    # All is read before anything is written: otherwise XLA copies whole arrays.
+    # Without this barrier, XLA mixes reads and writes, and copies whole arrays.
     rows, slots, before, leave, index = lax.optimization_barrier(
         (rows, slots, before, leave, index)
     )
@@ -282,7 +284,7 @@ def _empty(num_rows: int, slots: int, devices: int) -> Index:
 def _look_up(
     slot: jax.Array, columns: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The rows of this device in its own numbering, a mask of them, and their slots."""
+    """The row numbers on this device, a mask of the valid ones, and their slots."""
     rows = columns - own_place() * len(slot)
     mine = (columns >= 0) & (rows >= 0) & (rows < len(slot))
     return rows, mine, slot.at[jnp.where(mine, rows, 0)].get(mode="clip")

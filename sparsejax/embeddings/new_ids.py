@@ -87,7 +87,7 @@ def add_ids(
                 (source,) = (HostStore(collection, s, path) for s in sources)
                 found[stack.name] = store.new_kernel(collection, stack)
                 hosted.append((collection, path, stack, source))
-                # The state of rows comes with them.
+                # `HostStore.take` moves the state of these rows.
                 moved[(*path, "kernels", stack.name)] = Moved(paths, _fresh)
                 continue
             move = functools.partial(_moved, sources, stack)
@@ -97,7 +97,7 @@ def add_ids(
             found[stack.name] = store.new_kernel(
                 collection, stack, make(start, *arrays)
             )
-            # The state of a row may be one number.
+            # Compiled for arrays with one number per row, as the state of some optimizers has.
             make = _compiled(functools.partial(move, None), spec_of(stack, 1))
             moved[(*path, "kernels", stack.name)] = Moved(paths, make)
         collection.stacks, collection.kernels = after, nnx.data(found)
@@ -150,7 +150,7 @@ def _check(
 def _with_more(
     collection: EmbeddingCollection, added: Mapping[str, int]
 ) -> tuple[Stack, ...]:
-    """The stacks of a collection that is made with more ids."""
+    """The stacks that the collection would have with more ids."""
     tables = tuple(
         (name, dataclasses.replace(table, num_rows=table.num_rows + added.get(name, 0)))
         for name, table in collection.given.tables

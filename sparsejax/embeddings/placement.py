@@ -51,11 +51,13 @@ from sparsejax.ops.item_chunks import accumulator
 from sparsejax.optimizers.rules import Rule
 from sparsejax.sparse import MAX_ENTRIES
 
-# Up to so many numbers (4 MB in float32), tables of one width lie on every device: their lookup
-# then needs no exchange. They are counted together, so that they stay one stack.
+# If the tables of one width together have at most this many numbers (4 MB in float32), they are
+# replicated: their lookup then needs no exchange. All are counted together, so that they stay in
+# one stack.
 REPLICATED_SIZE = 2**20
 
-# Without a plan, whole tables are distributed over this many parts of the hands: GPUs of a host.
+# Without a plan, whole tables are distributed over this many parts of the hands. It is the usual
+# number of GPUs in a host.
 DEFAULT_PARTS = 8
 
 _HAND_BITS = ROW_MULTIPLE.bit_length() - 1
@@ -386,7 +388,8 @@ def stack_tables(
             how = "rows" if divided else "replicated"
         name = f"{dim}_{dtype}_{how}"
         name += f"_{rule.name}" if rule else ""
-        while name in names:  # two rules have the same name
+        # Two rules may have the same name; a number makes the stack's name unique.
+        while name in names:
             name += "_"
         names.add(name)
         members = tuple(itertools.chain.from_iterable(stacked.values()))
@@ -398,7 +401,7 @@ def stack_tables(
 
 
 def _placements(tables, plan) -> dict[str, TablePlacement]:
-    """The placement of each table: of its configuration, the plan, or the default."""
+    """The placement of each table: from its configuration, from the plan, or the default."""
     planned: dict[str, TablePlacement] = {}
     for name, placement in plan.items():
         if name not in tables:
@@ -432,7 +435,7 @@ def _placements(tables, plan) -> dict[str, TablePlacement]:
 
 
 def _check_ranges(name: str, placement: TablePlacement) -> None:
-    """Raises ValueError unless the ranges of hands are those that tables can have."""
+    """Raises ValueError unless tables can be placed on these ranges of hands."""
     kind, ranges = placement.kind, placement.ranges
     fitting = kind == "columns" or len(ranges) <= (kind == "table")
     if not (fitting and all(map(is_range, ranges))):
@@ -443,7 +446,7 @@ def _check_ranges(name: str, placement: TablePlacement) -> None:
 
 
 def _ranges(sizes: Sequence[int], given: Sequence[Range | None]) -> list[Range]:
-    """The range of each table; without a given one, one of `DEFAULT_PARTS` parts."""
+    """The range of hands for each table: the given one, or one of `DEFAULT_PARTS` equal parts."""
     hands = ROW_MULTIPLE // DEFAULT_PARTS
     filled, found = [0] * DEFAULT_PARTS, list(given)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -523,7 +526,7 @@ def drawn_rows(
       keys: a random key for each row.
       table: place of each row's table in the stack.
     """
-    # A piece of a table has its part of the numbers that are drawn for a whole row.
+    # A piece of a table uses its columns of the random numbers drawn for a whole row.
     first = column(t.first_column for t in stack.tables)[table]
     columns = first + jnp.arange(stack.dim, dtype=jnp.int32)[None]
     found = jnp.zeros((len(keys), stack.dim), stack.dtype)
@@ -541,7 +544,7 @@ def drawn_rows(
 def _drawn(
     stack: Stack, config: TableConfig, keys: jax.Array, table: jax.Array | np.ndarray
 ) -> jax.Array:
-    """A whole row for each key."""
+    """Draws initial values of a whole row for each key."""
     if (init := config.init) is not None:
         shape = (1, config.dim)
         return jax.vmap(lambda key: init(key, shape, stack.dtype)[0])(keys)

@@ -319,7 +319,7 @@ class EmbeddingPlan:
             tables.append([*row, f"{t.entries:,.0f}", sent, t.why])
         devices = [["device", "tables", "state", "temporary", "memory", "ids", "sent"]]
         numbered = itertools.groupby(range(self.model), self.devices.__getitem__)
-        for d, same in numbered:  # neighbours that are alike
+        for d, same in numbered:  # adjacent devices with equal figures share a line
             first, last = (numbers := list(same))[0], numbers[-1]
             name = str(first) if first == last else f"{first}-{last}"
             sizes = map(readable_bytes, (d.tables, d.state, d.temporary, d.total))

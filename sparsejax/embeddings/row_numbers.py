@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, UInt32
 
-# A count that has reached this number is not increased.
+# Largest value of a count; it is not increased further.
 MOST_SEEN = 2**30
 
 
@@ -145,8 +145,8 @@ class TimesSeen(RowNumber):
         return np.where(values < 0, np.int32(MOST_SEEN), values)
 
     def seen(self, values: Array, at: Array, times: Array, now: jax.Array) -> jax.Array:
-        # A batch has fewer ids than fit above `MOST_SEEN`, so counts do not overflow. Limiting the
-        # sums themselves would need another scatter, half as slow again on a GPU.
+        # A batch has too few ids to raise a count from `MOST_SEEN` above the int32 maximum.
+        # Limiting the sums would need another scatter, half as slow again on a GPU.
         values = jnp.asarray(values)
         counts = values.at[at].get(mode="fill", fill_value=0) < MOST_SEEN
         return values.at[at].add(jnp.where(counts, times, 0), mode="drop")

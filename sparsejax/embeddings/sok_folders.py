@@ -37,7 +37,7 @@ _PLAIN = str.maketrans(string.punctuation, "_" * len(string.punctuation))
 
 
 class _Slots(NamedTuple):
-    """The state of an optimizer rule in these files.
+    """Names of an optimizer's state arrays in these files.
 
     Attributes:
       optimizers: names of the optimizer in file names.
@@ -61,7 +61,7 @@ _RULES = {
     "adam": _ADAM,
     "adamw": _ADAM,
     "lazy_adam": _ADAM,
-    # `sok.dump` also finds "Adam" in this name, which its class contains.
+    # The class name contains "Adam", so `sok.dump` may use that name.
     "adamax": _ADAM._replace(optimizers=("Adamax", "Adam")),
 }
 
@@ -145,7 +145,7 @@ def _file(path: pathlib.Path, what: str) -> pathlib.Path:
 
 
 def _found(path: pathlib.Path, table: str) -> pathlib.Path:
-    """Finds the folder and the name of the table in it."""
+    """Finds the folder that has the table's files, and the table's name in file names."""
     if not path.is_dir():
         return path
     name = table.translate(_PLAIN)
@@ -195,7 +195,7 @@ def _numbers(
     slot: str,
     like: jax.ShapeDtypeStruct | None,
 ) -> np.ndarray:
-    """Maps the numbers of a file into memory; these are keys if `like` is None."""
+    """Maps the numbers in a file into memory. Without `like`, the file has keys."""
     dtype = _dtype(path, table, kind, slot)
     if like is None:
         expected, fits, width = "integers", dtype.kind in "iu", ()
@@ -211,7 +211,7 @@ def _numbers(
             f"its head are not a number of rows of {row:,} bytes"
         )
     shape = size // row, *width
-    if not size:  # mapping an empty file raises an error
+    if not size:  # NumPy cannot map an empty file
         return np.zeros(shape, dtype)
     return np.memmap(path, dtype, "r", _HEAD.size, shape)
 
@@ -245,9 +245,9 @@ def _slots(path: pathlib.Path, rule: Rule, step: int) -> dict[str, str]:
 
 
 def _factor(path: pathlib.Path, rule: Rule) -> float:
-    """Our state divided by the state in the files:
+    """Factor from the state in the files to our state.
 
-    TensorFlow's momentum includes the learning rate.
+    TensorFlow's momentum includes the learning rate, ours does not.
     """
     if rule.name not in ("momentum", "nesterov"):
         return 1.0
@@ -268,7 +268,7 @@ def _check_meta(path: pathlib.Path, keys: np.ndarray, width: int) -> None:
         return
     content = meta.read_bytes()
     count = int.from_bytes(content[:4], "big")
-    # These are followed by the names of optimizers, 32 bytes each.
+    # Each table's record is followed by the name of its optimizer, 32 bytes.
     if len(content) != 4 + count * (3 * 4 + 8 + 256 + 32):
         raise ValueError(
             f"{meta} is damaged: {len(content):,} bytes do not have the data of "

@@ -47,7 +47,7 @@ class Staged:
         self._all = list(stores)
         self._stores = [store for store in self._all if isinstance(store, HostedStore)]
         self.optimizer = optimizer
-        # If tables can grow, new ids get rows only after the earlier steps have started.
+        # If tables can grow, earlier steps must have started before new ids get rows.
         self._waits = any(store.grows for store in self._stores)
 
     @classmethod
@@ -158,7 +158,9 @@ class Staged:
                 bring, looked, is_leaf=lambda node: isinstance(node, LookedUp)
             )
             looked, error = None, None
-            try:  # before the step of this batch, so that devices need not wait
+            # The look-up starts before the step of this batch, so that the devices need not wait
+            # for it.
+            try:
                 looked = next(coming, None)
             except Exception as raised:  # noqa: BLE001 - raised after this batch
                 error = raised
@@ -168,7 +170,8 @@ class Staged:
 
     def _begun(self, batch: FeatureBatch) -> FeatureBatch:
         """Copies the rows of a batch, and initializes new ones."""
-        with interrupts.uninterrupted():  # each assigned row is initialized
+        # An interrupt here could leave an assigned row uninitialized.
+        with interrupts.uninterrupted():
             batch = self._numbered(batch)
             try:
                 found = self._bring(self._look_up(batch))
@@ -192,7 +195,7 @@ class Staged:
         rows = {
             name: host.look(_columns_of(batch.stacks[name]), training=training)
             for name, host in self._hosts().items()
-            if name in batch.stacks  # other stacks are read by no feature
+            if name in batch.stacks  # no feature reads the other stacks
         }
         return LookedUp(batch, rows)
 
@@ -213,7 +216,7 @@ class Staged:
                 width = host.stack.kernel_rows
                 stacks[name] = x.with_indices(slots.reshape(shape), width)
                 rows[name] = columns.reshape(shape)
-        finally:  # rows of one stack may have left, and those of another not fit
+        finally:  # after an error, rows of other stacks may already have left the devices
             number = _numbered_anew(hosts, moved=moved)
         return dataclasses.replace(
             looked.batch, stacks=stacks, stage=np.asarray(number, np.int32), rows=rows
@@ -224,14 +227,15 @@ class Staged:
         found = {}
         for store in self._stores:
             host = found[store.stack.name] = store.attached(self.optimizer)
-            if host.number is None:  # the number may come from a checkpoint
+            # The value of `stage` may come from a checkpoint, so it is read now.
+            if host.number is None:
                 host.number = store.owner.stage
                 host.last_number = int(store.owner.stage[...])
         return found
 
 
 def _is_ids(names: frozenset[str], node: Any) -> bool:
-    """Whether a node of a tree has the ids of a batch."""
+    """Whether a node of a tree is the ids of a batch."""
     of_names = isinstance(node, Mapping) and node.keys() == names
     return of_names or isinstance(node, FeatureBatch)
 
@@ -247,7 +251,7 @@ def _check_once(names: frozenset[str], batch: Any) -> None:
 
 
 def _numbered_anew(hosts: Mapping[str, HostRows], *, moved: bool) -> int:
-    """The number of the state of the devices' tables; a new one if rows were removed."""
+    """The version number of the tables on the devices; a new one if rows were removed."""
     variables = {id(host.number): host.number for host in hosts.values()}
     numbers = {
         max(h.last_number for h in hosts.values() if id(h.number) == each)
@@ -265,11 +269,11 @@ def _numbered_anew(hosts: Mapping[str, HostRows], *, moved: bool) -> int:
 
 
 def _columns_of(x: CSR) -> jax.Array | np.ndarray:
-    """The columns of a matrix; those of dynamic tables are arrays on the devices."""
+    """The columns of a matrix as an array; for dynamic tables they stay on the devices."""
     return x.indices if isinstance(x.indices, jax.Array) else np.asarray(x.indices)
 
 
 def _stacked(*leaves: Any) -> Any:
-    """Stacks arrays; arrays on the devices stay there."""
+    """Stacks arrays; device arrays are stacked on the devices."""
     xp = jnp if isinstance(leaves[0], jax.Array) else np
     return xp.stack(leaves)

@@ -23,7 +23,7 @@ from sparsejax.whole_files import check_writable, whole_file
 
 FORMATS = (".npy", ".parquet")
 
-# Number of numbers read at a time: 64 MB in float32. Host memory holds these, and their Parquet
+# How many numbers are read at a time: 64 MB in float32. Host memory has one block, and its Parquet
 # form.
 BLOCK_NUMBERS = 2**24
 
@@ -106,7 +106,8 @@ def _or_take_all(write: Callable[[], object], pieces: Iterator[Any]) -> None:
     try:
         write()
     except Exception:
-        # the other processes iterate, too, and wait for the first one
+        # The other processes iterate too, because each read is a collective operation. Then they
+        # wait for process 0.
         _take_all(pieces)
         raise
 
@@ -133,7 +134,7 @@ def _write(path: pathlib.Path, pieces, shape, dtype: np.dtype, names) -> None:
 def _with_ids(
     pieces: Iterator[np.ndarray], rows: int, names: Sequence[object] | None
 ) -> Iterator[tuple[np.ndarray, list[Any]]]:
-    """Adds to blocks of rows their ids, and their names, which belong to the last rows."""
+    """Adds ids to blocks of rows, and names if there are any. Names belong to the last rows."""
     stop, without = 0, rows - len(names or ())
     for piece in pieces:
         start, stop = stop, stop + len(piece)

@@ -222,7 +222,7 @@ class ShardedCSR:
 
         def columns(index):
             found = entries(lambda part: np.asarray(part.indices), index)
-            # Padding may have any values.
+            # Padding entries may have any values.
             return (found - (index[1].start or 0) * width).astype(np.int32)
 
         def indptr(index):

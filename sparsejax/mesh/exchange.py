@@ -54,16 +54,17 @@ from sparsejax.mesh.per_device import (
 )
 from sparsejax.sparse import CSR, Transposed, segment_ids, sums_so_far
 
-# The product of a matrix and an array, summed in float32; rounded to the dtype if it is narrower.
+# Function that multiplies a matrix by an array. It sums in float32, and rounds to the given dtype
+# if that is narrower.
 Add = Callable[[CSR, jax.Array, np.dtype | None], jax.Array]
 
-# Default number of places: a multiple of an even share, or an even share plus this many standard
-# deviations of a random share. From 64 ids on the multiple is larger. The number of distinct ids
-# varies less between batches.
+# The default number of places is the larger of two numbers: a multiple of an even share, and an
+# even share plus this many standard deviations of a random share. From 64 ids on the multiple is
+# larger. Distinct ids have a smaller multiple, as their number varies less between batches.
 _ROOM, _DISTINCT_ROOM, _DEVIATIONS = 1.5, 1.2, 4
 # Places for items that a device sends to an owner, as a multiple of an even share. Items are
-# numbered as they first occur, so popular items are neighbours, and one owner may get many. With
-# two owners, each has places for all items of a device.
+# numbered in the order of their first occurrence, so popular items are neighbours, and one owner
+# may get many. With two owners, each has places for all items of a device.
 _ONE_EACH_ROOM = 2.0
 
 
@@ -120,7 +121,8 @@ def slots_for(entries: float, bags: int, *, model: int, share: Share) -> Slots:
 
     Slots are distinct ids if there are fewer distinct ids than bags.
     """
-    # Most ids of a device. With more, all devices gather ids, as with too few places.
+    # The most ids that a device may have. If one has more, all devices gather all ids, as if there
+    # were too few places.
     mine = places(entries, share.room)
     part = 1 / model if share.ids is None else share.ids
     count = min(mine, places(entries * part, share.room))
@@ -187,7 +189,7 @@ def bytes_sent(
     mine, of_id = -(-entries // devices), 8 + 4 * weighted
     if replicated_rows is not None:
         if adds_all(replicated_rows, entries):
-            # Gradients in float32, and a flag for each row that was touched.
+            # The bytes of gradients in float32, and of a flag for each row that was read.
             reduced = 2 * (devices - 1) * replicated_rows * (dim + 1) * 4 // devices
             return Sent(0, 0, reduced)
         others = devices - 1
@@ -200,7 +202,7 @@ def bytes_sent(
         slots = slots_for(mean, rows // devices, model=model, share=share)
     room_for = min(mine, slots.places)
     if slots.distinct:
-        of_id = 4  # bags and weights are not sent
+        of_id = 4  # Bytes of an id. Bags and weights are not sent.
     ids = (model - 1) * room_for * of_id + (data - 1) * model * room_for * of_id
     sums = (model - 1) * slots.count * dim * size
     return Sent(ids, sums, sums + (data - 1) * model * slots.count * dim * size)
@@ -404,7 +406,8 @@ class DividedRows:
         assert self.route is not None
         beside = self.route.beside
         sums = read() if beside is None else beside(read)
-        if axis_sizes()[1] == 1:  # the device itself is the owner
+        # With one shard, this device is the owner of all rows.
+        if axis_sizes()[1] == 1:
             return sums
         return _crossing(_exchanged, self._narrow(sums))
 
@@ -434,8 +437,8 @@ class DividedRows:
             total = lax.psum_scatter(wide, "model", scatter_dimension=0, tiled=True)
             return total.astype(dtype)
 
-        # Rows are sent in any case: other layers compute meanwhile. After that the host waits
-        # for the condition.
+        # Rows are exchanged even if the result is not used: other layers compute meanwhile. The
+        # host waits for the condition only after that.
         wire = self.wire_dtype if axis_sizes()[1] > 1 else None
         came = self.sent_back(lambda: read(owned, wire))
         if owned.transposed is not None:
@@ -473,7 +476,9 @@ def _without_leaves(x: CSR | None) -> CSR | None:
 
 
 def _after(x: CSR, zero: Int[Array, ""]) -> CSR:
-    """The matrix `x`, which compiled programs read only after they have computed `zero`."""
+    """Returns `x` with a dependency: compiled programs read it only after they have computed
+    `zero`.
+    """
     leaves = (x.data, x.indices, x.indptr + zero, None)
     return CSR.tree_unflatten(x.num_cols, leaves)
 
@@ -593,7 +598,7 @@ def divided(
 
 
 def _room_of(parts: CSR, nse: int, share: Share) -> tuple[Slots, int, int]:
-    """The capacities, the most entries that a device sends, and the columns of an owner."""
+    """The capacities, the most entries that a device sends, and the width of an owner's block."""
     data, model = axis_sizes()
     mean = nse / (data * model)
     slots = slots_for(mean, parts.num_rows, model=model, share=share)
@@ -602,7 +607,7 @@ def _room_of(parts: CSR, nse: int, share: Share) -> tuple[Slots, int, int]:
 
 
 def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
-    """In `shard_map`: sends this device's ids to their owners.
+    """In `shard_map`: sends this device's ids to the owners of their rows.
 
     Args:
       part: the rows of this device.
@@ -624,7 +629,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     starts = _first_at_least(owner, jnp.arange(model + 1, dtype=jnp.int32))
     counts = jnp.diff(starts)
 
-    # A bag gets a slot at its first entry of each owner.
+    # A bag gets a slot at the first of its entries for each owner.
     before = (
         jnp.concatenate([owner[:1] - 1, owner[:-1]]),
         jnp.concatenate([bag[:1], bag[:-1]]),
@@ -636,7 +641,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     crowded |= (part.indptr[-1] > mine) | (jnp.max(jnp.diff(passed[starts])) > slots)
     crowded = _on_any_device(crowded)
 
-    # The entries that are sent to each owner.
+    # Positions of the entries that are sent to each owner.
     every = jnp.arange(count, dtype=jnp.int32)[None]
     place = starts[:-1, None] + every
     used = every < counts[:, None]
@@ -666,7 +671,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     of_slot = device * slots + in_order(of_slot)
     is_first = jnp.concatenate([jnp.ones(1, bool), of_slot[1:] != of_slot[:-1]])
     is_first &= entry < before[-1]
-    # Not `repeat`, which XLA evaluates at compile time.
+    # `jnp.repeat` is avoided, because XLA would evaluate it at compile time.
     ptr = jnp.broadcast_to(before[1:, None], (model, slots)).reshape(-1)
     ptr = ptr.at[jnp.where(is_first, of_slot, model * slots + entry)].set(
         entry, mode="drop", unique_indices=True
@@ -674,7 +679,8 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     ptr = jnp.concatenate([ptr, before[-1:]])
     owned = CSR.tree_unflatten(width, (data, in_order(column), ptr, None))
 
-    # The slots whose sums this device receives.
+    # Mask of the entries that start a slot, and numbers of the slots whose sums this device
+    # receives.
     first &= slot < slots
     number = owner * slots + slot
     bag_of = jnp.full(model * slots, bags, jnp.int32)
@@ -698,13 +704,15 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
 
 
 def _first_at_least(ascending: jax.Array, bounds: jax.Array) -> jax.Array:
-    """`searchsorted` for few bounds by one pass: a search is a loop of launches on a GPU."""
+    """Does the work of `searchsorted` for few bounds in one pass; on a GPU `searchsorted` is a
+    loop of launches.
+    """
     found = jnp.searchsorted(ascending, bounds, method="compare_all")
     return found.astype(jnp.int32)
 
 
 def _distinct_route(part: CSR, width: int, mine: int, count: int) -> Route:
-    """In `shard_map`: sends this device's distinct ids to their owners.
+    """In `shard_map`: sends this device's distinct ids to the owners of their rows.
 
     Args:
       part: the rows of this device.
@@ -713,7 +721,7 @@ def _distinct_route(part: CSR, width: int, mine: int, count: int) -> Route:
       count: number of slots for each pair of devices.
     """
     model = axis_sizes()[1]
-    end = model * width  # column of entries that do not count
+    end = model * width  # column number of entries that are ignored
     bag = segment_ids(part.indptr, mine)
     by_column = Transposed.of(part.columns(padding=end)[:mine], bag, end)
     column = by_column.columns
@@ -874,7 +882,7 @@ def keys_sent(
     slots, mine, width = _room_of(parts, nse, share)
     if not slots.distinct:
         return None
-    # Entries that do not count read one more slot, which is empty.
+    # Ignored entries read one additional slot, which is empty.
     count = min(mine, slots.count) + 1
 
     def part(part, numbers, keys, wanted):
@@ -897,7 +905,9 @@ def _keys_route(
     mine: int,
     count: int,
 ) -> tuple[Route, Any, Int[Array, "slots"]]:
-    """In `shard_map`: the route of a device's keys, the keys received, and their counts."""
+    """In `shard_map`: computes the route of a device's keys. Returns the route, the received keys,
+    and how often each of them occurs.
+    """
     model, last = axis_sizes()[1], np.uint32(0xFFFFFFFF)
     bag = segment_ids(part.indptr, mine)
     wrong = jnp.asarray(part.indices)[:mine] < 0
@@ -907,8 +917,8 @@ def _keys_route(
     number, order = lax.sort_key_val(number, position, is_stable=True)
     here = number < last
     keys = jax.tree.map(lambda word: word[order], keys)
-    # If another key with the same hash is between two equal keys, they get two slots: the owner
-    # looks up both.
+    # If another key with an equal hash is between two equal keys, the two get separate slots, and
+    # the owner looks up both.
     words = (number, *jax.tree.leaves(keys))
     first = here & functools.reduce(
         operator.or_, (jnp.append(True, w[1:] != w[:-1]) for w in words)
@@ -953,7 +963,9 @@ def _exchanged(values: jax.Array) -> jax.Array:
 
 
 def _crossing(move: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.Array:
-    """`move(values)` as bits: XLA would widen bfloat16 if a device does not compute in it."""
+    """Applies `move` to the bits of the values: XLA would widen bfloat16 on a device that does not
+    compute in it.
+    """
     if values.dtype.itemsize > 2:
         return move(values)
     bits = lax.bitcast_convert_type(values, jnp.uint16)

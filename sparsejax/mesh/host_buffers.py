@@ -1,4 +1,4 @@
-"""Copies of rows between the memory of the host and of the devices.
+"""Copies rows between host memory and device memory, through reused pinned buffers.
 
 A GPU copies from and to *pinned* memory at the speed of its bus, and several times
 slower from and to other memory. So several threads gather rows into pinned memory, which is
@@ -25,9 +25,9 @@ from numpy.typing import DTypeLike
 from sparsejax.mesh.layout import default_device, mesh_is_set
 
 _PINNED = "pinned_host"
-# Most shapes of which buffers are kept.
+# Buffers are kept for at most this many shapes.
 _MOST_KEPT = 8
-# With fewer rows a further thread is not worthwhile.
+# With fewer rows, another thread is not worth its start.
 _FEW = 512
 
 
@@ -72,7 +72,8 @@ def reserved(
     size = math.prod(shape) * np.dtype(dtype).itemsize
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            # Allocated now: a write to a full disk later would kill the process.
+            # Disk space is allocated now: on a full disk, a later write to the mapping would kill
+            # the process.
             os.posix_fallocate(file.fileno(), 0, size)
             whole = mmap.mmap(file.fileno(), size)
     except OSError as error:
@@ -159,7 +160,8 @@ class Buffers:
 
         Waits until its last transfer to the devices has ended, so that it may be written.
         """
-        if not _pins():  # a CPU reads the array itself: a buffer cannot be reused
+        # A CPU device may use the array's memory itself, so the buffer must not be reused.
+        if not _pins():
             return Buffer(devices, shape, dtype)
         key = name, devices, tuple(shape), str(dtype)
         one, other = self._kept.pop(key, None) or (
@@ -167,7 +169,7 @@ class Buffers:
             Buffer(devices, shape, dtype),
         )
         self._kept[key] = other, one
-        if len(self._kept) > _MOST_KEPT:  # the least recently used is dropped
+        if len(self._kept) > _MOST_KEPT:  # removes the least recently used buffers
             del self._kept[next(iter(self._kept))]
         one.wait()
         return one
@@ -207,7 +209,7 @@ def _devices() -> np.ndarray:
 
 @functools.cache
 def _pins() -> bool:
-    """Whether the devices have pinned host memory apart from their own memory."""
+    """Whether the devices support pinned host memory separate from their own memory."""
     kinds = {memory.kind for memory in default_device().addressable_memories()}
     return jax.default_backend() == "gpu" and _PINNED in kinds
 

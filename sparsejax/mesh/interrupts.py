@@ -1,4 +1,4 @@
-"""Signals that tell this process to end, and when they may interrupt it."""
+"""Signals that ask this process to end, and the times at which they may interrupt it."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def uninterrupted() -> Iterator[None]:
 
     So no handler can raise, for example KeyboardInterrupt, between two statements.
     """
-    if threading.current_thread() is not threading.main_thread():  # handlers run there
+    # Python runs signal handlers in the main thread.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     handlers = {}
@@ -176,7 +177,8 @@ def _handle(numbers: set[int], handlers: dict[int, Callable[..., Any]]) -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     note(number)
-    if _is_importing(frame):  # a C++ module that gets an exception may abort
+    # A C++ module may abort if an exception is raised while it is imported.
+    if _is_importing(frame):
         ending.leave(number)
     raise KeyboardInterrupt
 

@@ -42,26 +42,27 @@ from sparsejax.mesh.layout import default_device, device_memory, mesh_is_set
 MAX_BYTES = 2**30
 
 _SUFFIX = ".program"
-_SEAL = 16  # bytes of the checksum at the start of a file
+_SEAL = 16  # number of bytes of the checksum at the start of a file
 _OURS = sparsejax, pallas_kernels
 _PACKAGES = "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes"
 _OF_CUDA = "jax_cuda", "nvidia_"
 # Arguments may name functions and classes of these packages: the key has their sources or
 # versions.
 _KNOWN = {"pallas_kernels", "sparsejax", *_PACKAGES, *sys.stdlib_module_names}
-# Settings of JAX about where programs are cached, which do not change the programs.
+# JAX settings that name cache folders. They do not change programs, so they are not in the key.
 _PLACES = (
     "jax_compilation_cache_",
     "jax_enable_compilation_cache",
     "jax_persistent_cache_",
 )
-_VARIABLES = "JAX_", "LIBTPU_", "TF_", "XLA_"  # prefixes of environment variables
+# Environment variables with these prefixes are a part of the key.
+_VARIABLES = "JAX_", "LIBTPU_", "TF_", "XLA_"
 
 _folder: _Folder | None = None
 
 
 class _UnknownError(Exception):
-    """The key of a program cannot be computed here."""
+    """Raised if the key of a program cannot be computed, because it depends on unknown code."""
 
 
 @contextlib.contextmanager
@@ -181,7 +182,7 @@ class _Types(NamedTuple):
 
 
 class _Folder:
-    """A folder of cached programs, and the programs that are loaded already."""
+    """A folder of cached programs, and the programs already loaded from it."""
 
     def __init__(self, path: pathlib.Path, since: float):
         self._path, self._since = path, since
@@ -217,7 +218,7 @@ class _Folder:
     def _ready(
         self, keepable: Keepable, types: _Types, bound: inspect.BoundArguments
     ) -> Callable[..., Any]:
-        """The program for these types; it is loaded or compiled in one thread only."""
+        """Returns the program for these types. Only one thread loads or compiles it."""
         key = keepable, types
         if (program := self._loaded.get(key)) is not None:
             return program
@@ -230,8 +231,9 @@ class _Folder:
     def _taken_apart(
         self, keepable: Keepable, bound: inspect.BoundArguments
     ) -> tuple[_Types | None, list[Any], dict[str, Any]]:
-        """The key of a compiled program, and its positional and keyword arguments. The key is
-        None if the call is part of another program."""
+        """Splits a call into the key of its program, its positional and its keyword arguments. The
+        key is None if the call is traced as part of another program.
+        """
         bound.apply_defaults()
         static = []
         by_place = []
@@ -277,7 +279,8 @@ class _Folder:
         self, path: pathlib.Path, lowered: jax.stages.Lowered
     ) -> jax.stages.Compiled:
         """Compiles a program and writes it into the folder."""
-        # JAX's own cache cannot be turned off for one thread, so it stays on if others compile.
+        # JAX's own cache cannot be disabled for one thread only. So it stays enabled while other
+        # threads compile.
         on_cpu = jax.default_backend() == "cpu"
         with _without_cache() if on_cpu else contextlib.nullcontext():
             compiled = lowered.compile()
@@ -294,7 +297,7 @@ class _Folder:
 
 
 def _nothing() -> None:
-    """Does nothing: the second half of `lower_ahead` if programs are not cached."""
+    """Does nothing. `lower_ahead` returns this function if programs are not cached."""
 
 
 def as_shapes[Tree](tree: Tree) -> Tree:
@@ -335,7 +338,7 @@ def _type(leaf: Any) -> tuple[Any, ...]:
 
 
 def _name(keepable: Keepable, types: _Types, since: float) -> str | None:
-    """A hash of everything that a program depends on; None if some of it is unknown."""
+    """A hash of everything that a program depends on; None if it depends on unknown code."""
     settings = {
         name: value
         for name, value in zip(jax.config.values, types.settings, strict=True)
@@ -416,7 +419,8 @@ def sources(folder: pathlib.Path, since: float) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()
-        if path.stat().st_ctime > since:  # an older file may be moved here
+        # A file that was moved here keeps its old mtime, but gets a new ctime.
+        if path.stat().st_ctime > since:
             raise _UnknownError
         name = path.relative_to(folder).as_posix()
         digest.update(f"{name} {len(content)}\n".encode() + content)
@@ -424,7 +428,7 @@ def sources(folder: pathlib.Path, since: float) -> str:
 
 
 def _processor() -> Any:
-    """The CPU for which a program is compiled: its features and number of cores."""
+    """Describes the CPU for which a program is compiled: its features and number of cores."""
     names = "flags", "Features", "model name"
     found = [len(processors.usable())]
     with contextlib.suppress(OSError):
@@ -434,10 +438,10 @@ def _processor() -> Any:
 
 
 class _Digest:
-    """A hash of the parts of a program's key, which is equal in all processes.
+    """A hash of the parts of a program's key; equal parts give equal hashes in all processes.
 
-    It covers the content that pickle would write, but not whether equal objects are
-    identical.
+    It hashes the content that pickle would write. Whether equal objects are identical does not
+    matter.
     """
 
     def __init__(self):
@@ -477,7 +481,8 @@ class _Digest:
             self.add((kind, fields))
         else:
             parts = value.__reduce_ex__(4)
-            if isinstance(parts, str):  # a name in its module
+            # The object is pickled as a global name of its module.
+            if isinstance(parts, str):
                 self.add((kind, parts))
                 return
             parts = (*parts, *[None] * 5)[:5]
@@ -490,7 +495,8 @@ class _Digest:
         found = sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)
-        is_none = value is type(None)  # its module does not name it
+        # No module has an attribute for `NoneType`, so it cannot be found by name.
+        is_none = value is type(None)
         if not is_none and (found is not value or not _is_known(module)):
             raise _UnknownError
         self._say("named", module, name)
@@ -542,10 +548,10 @@ def _write(path: pathlib.Path, program: jax.stages.Compiled) -> None:
 
 
 def _read(path: pathlib.Path, tree: Any) -> Callable[..., Any] | None:
-    """The program in a file; None if the file is missing or damaged."""
+    """Loads the program in a file; returns None if the file is missing or damaged."""
     try:
-        # JAX's form of a program is a pickle, which can run any code: so the owner of the file
-        # is checked first.
+        # JAX serializes programs as pickles, which can run any code. So the owner of the file is
+        # checked first.
         with kept_files.opened_own(path) as file:
             content = file.read()
         seal, content = content[:_SEAL], content[_SEAL:]
@@ -553,7 +559,8 @@ def _read(path: pathlib.Path, tree: Any) -> Callable[..., Any] | None:
             return None
         os.utime(path)  # marks the program as recently used
         if jax.default_backend() == "gpu":
-            # Finds the library that launches Mosaic programs, as tracing does.
+            # This import finds the library that launches Mosaic programs; tracing, which is
+            # skipped, would import it.
             importlib.import_module("jax.experimental.mosaic.gpu")
         content, out_tree, ids = pickle.loads(content)
         devices = {each.id: each for each in jax.devices()}
@@ -565,6 +572,6 @@ def _read(path: pathlib.Path, tree: Any) -> Callable[..., Any] | None:
 
 
 def _seal(path: pathlib.Path, content: bytes) -> bytes:
-    """The checksum of a stored program: of its content and of the file's name."""
+    """The checksum that is stored with a program. It covers its content and the file's name."""
     name = path.name.encode()
     return hashlib.blake2b(content, digest_size=_SEAL, key=name).digest()

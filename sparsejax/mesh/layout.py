@@ -1,4 +1,4 @@
-"""How parameters are divided over a mesh with the axes "data" and "model"."""
+"""The division of parameters over a mesh with the axes "data" and "model"."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ VIRTUAL_SHARDS = 64
 # Elements in a piece of an array that a process sends to all others (256 MB).
 _EXCHANGED_ELEMENTS = 2**26
 
-# The partition spec of the input's kernel: its rows, which are features, over "model".
+# The partition spec of the input layer's kernel: its rows (one for each feature) are divided over
+# the axis "model".
 BY_ROWS = P("model", None)
 
 
@@ -345,8 +346,8 @@ def put_on_mesh[Tree](tree: Tree) -> Tree:
 
     def put(leaf):
         axes = tuple(getattr(leaf.sharding, "spec", ()))
-        # The results of programs name no axes behind the last one that is divided. Programs for
-        # arrays that do would be compiled again for these results.
+        # JAX omits trailing None axes in the specs of results. With them in the arguments' specs,
+        # a program would be compiled a second time for its own results.
         while axes and axes[-1] is None:
             axes = axes[:-1]
         return jax.device_put(leaf, NamedSharding(mesh, P(*axes)))
@@ -414,7 +415,7 @@ def to_host_in_pieces(array: jax.Array) -> Iterator[np.ndarray]:
 
 
 def _is_here(array: jax.Array) -> bool:
-    """Whether this process has the whole array."""
+    """Whether this process can read the whole array."""
     return array.is_fully_addressable or array.is_fully_replicated
 
 
@@ -440,7 +441,8 @@ def exchanged(
     )
     for start in range(0, len(array), size):
         rows = np.arange(start, start + size, dtype=np.int32)
-        with jax.set_mesh(mesh):  # the current mesh may have Explicit axes
+        # The caller's mesh may have Explicit axes, which these operations do not support.
+        with jax.set_mesh(mesh):
             part = np.asarray(get(array, rows))
         yield part[: len(array) - start]
 

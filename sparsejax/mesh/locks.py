@@ -41,14 +41,15 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         if is_new and folder.is_dir() and os.listdir(folder) == [_NAME]:
-            with contextlib.suppress(OSError):  # another process may use the folder now
+            # Another process may be using the folder now.
+            with contextlib.suppress(OSError):
                 (folder / _NAME).unlink()
                 folder.rmdir()
         os.close(file)  # releases the lock
 
 
 def _hold(folder: pathlib.Path) -> int:
-    """Locks the file, and returns its descriptor."""
+    """Locks the folder's lock file, and returns its descriptor."""
     path = folder / _NAME
     while True:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +60,8 @@ def _hold(folder: pathlib.Path) -> int:
             continue
         except BlockingIOError:
             holder = ""
-            with contextlib.suppress(FileNotFoundError):  # that process has just ended
+            # The process that held the lock may have just ended, and removed the file.
+            with contextlib.suppress(FileNotFoundError):
                 holder = path.read_text(errors="replace")[:200].partition("\n")[0]
             raise BlockingIOError(
                 f"{folder}: is in use by {holder or 'another process'}; wait for its "

@@ -1,8 +1,8 @@
-"""Connections between the processes of a training, which break when a process is lost.
+"""Connections between the processes of a training, to notice when one of them is lost.
 
-On a GPU, an operation over all devices never ends if one of the processes is gone.
-The operating system closes the connections of a process however it ends. So the
-other processes notice at once, and end, too.
+On a GPU, an operation over all devices never ends if one of the processes is gone. The operating
+system closes the connections of a process however it ends. So the other processes notice its loss
+at once, and end, too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-# How long a process may still run after another was lost. Meanwhile an operation may fail
-# with an error of its own, which says more.
+# Time for which a process may continue after another one was lost. Meanwhile an operation may
+# raise an error of its own, which is more precise.
 _GRACE_SECONDS = 5
 
-# A machine that does not answer for 5 + 3 * 2 seconds is lost.
+# TCP settings: a machine counts as lost if it does not answer for 5 + 3 * 2 seconds.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 _CONNECT_SECONDS = 10
 
@@ -38,7 +38,7 @@ _ADDRESS_BYTES = 1024
 
 _connections: list[socket.socket] = []
 _lost = threading.Event()
-_on_abort = []  # references to functions that C code may call
+_on_abort = []  # references that keep callbacks alive, because C code may call them
 
 
 def watch(when_lost: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ def end_watch() -> None:
 def _at_exit() -> None:
     if getattr(sys, "last_exc", None) is None:
         end_watch()
-    else:  # an exception ends the program, but first JAX would wait for the others
+    else:  # with an exception, JAX would first wait for the other processes
         _tell(_LOST)
 
 
@@ -96,12 +96,12 @@ def _tell(word: bytes) -> None:
 
 
 def _catch_abort(when_lost: Callable[[], None]) -> None:
-    """Ends this process in order when JAX aborts it, as JAX does if process 0 is gone."""
+    """Ends this process in order when JAX aborts it. JAX does so if process 0 is gone."""
 
     def end_or_abort(number: int) -> None:
         if _lost.wait(_GRACE_SECONDS):
             _end(when_lost)
-        # Otherwise this process has another fault: when this function returns, `abort` ends it.
+        # The abort has another cause: when this function returns, `abort` ends the process.
 
     # A Python handler would run in the main thread, which may be waiting for a device.
     _on_abort.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(end_or_abort))
@@ -114,13 +114,14 @@ def _names() -> list[str]:
     names = [socket.gethostname(), socket.getfqdn()]
     udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     with contextlib.suppress(OSError), udp as out:
-        out.connect(("192.0.2.1", 9))  # sends nothing; it chooses an interface
+        # A UDP `connect` sends nothing. It only chooses the network interface.
+        out.connect(("192.0.2.1", 9))
         names.append(out.getsockname()[0])
     return [*dict.fromkeys(names), "127.0.0.1"]
 
 
 def _sent(text: str) -> str:
-    """The text that process 0 passed, in all processes."""
+    """Broadcasts a text from process 0, and returns it in all processes."""
     array = np.zeros(_ADDRESS_BYTES, np.uint8)
     encoded = np.frombuffer(text.encode(), np.uint8)[:_ADDRESS_BYTES]
     array[: len(encoded)] = encoded
@@ -154,7 +155,7 @@ def _connected(names: list[str], port: int, token: bytes) -> socket.socket | Non
 def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # some systems lack it
+        if hasattr(socket, name):  # some operating systems lack this option
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 

@@ -111,7 +111,8 @@ def entries_over_data(block: CSR) -> tuple[jax.Array, jax.Array]:
 
 def gather_over_data(arrays: Any) -> Any:
     """Concatenates the arrays `[n, ...]` of all devices along "data"."""
-    if axis_sizes()[0] == 1:  # avoids a copy by XLA
+    # Without data parallelism nothing is gathered; returning here avoids a copy by XLA.
+    if axis_sizes()[0] == 1:
         return arrays
     return jax.tree.map(lambda a: lax.all_gather(a, "data", tiled=True), arrays)
 

@@ -1,4 +1,4 @@
-"""How several processes of one training start, agree, and end."""
+"""Start, agreement and end of several processes that train together."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def is_same_everywhere(text: str) -> bool:
     """Whether all processes have the same text. All processes must call this."""
     if jax.process_count() == 1:
         return True
-    # As uint32, which JAX keeps with or without 64-bit types.
+    # The text is sent as uint32, a dtype that JAX keeps with and without 64-bit types.
     words = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     lengths = multihost_utils.process_allgather(np.asarray(len(words), np.int32))
     if (lengths != lengths[0]).any():
@@ -255,7 +255,7 @@ def leave(status: int) -> None:
     if is_joined():
         if status != 1:
             peers.end_watch()
-        # Processes that fail for the same reason end soon too, each with its own message.
+        # Other processes may fail for the same reason: each has time to print its own message.
         sys.stdout.flush()
         sys.stderr.flush()
         end = threading.Thread(target=jax.distributed.shutdown, daemon=True)

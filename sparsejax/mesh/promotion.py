@@ -1,4 +1,4 @@
-"""JAX's standard type promotion for the package, whatever a program has set."""
+"""JAX's standard type promotion for the package, whatever promotion the caller has set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of XLA for single programs; flags in the environment apply to whole processes."""
+"""XLA options for single programs. (Flags in the environment apply to whole processes.)"""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import jax
 from sparsejax.mesh.kept_programs import Keepable
 from sparsejax.mesh.layout import is_for_one_device
 
-# With this option XLA chooses programs without timing them, and uses no operation whose
-# result depends on the order in which threads end. CPUs ignore the option.
-# A scatter then identifies an update by its index in the flat array. The index after a row's
-# last element is that of the next row's first element, whose update is lost (jax 0.11.2). So
-# updates to be dropped need an index outside the first axis, or a flat array.
+# With this option XLA chooses programs without timing them, and uses no operation whose result
+# depends on the order in which threads end. CPUs ignore the option. A scatter then identifies an
+# update by its index in the flat array. The index after a row's last element is also that of the
+# next row's first element, whose update is lost (jax 0.11.2). So an update to be dropped must have
+# an index outside the first axis, or the array must be flat.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
 # With this option matrix products are computed by cuBLAS. Otherwise XLA compiles dozens of Triton
@@ -26,18 +26,19 @@ WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 # ways, to time both: a fifth of the compilation time of a command's programs. See `is_timed`.
 WITHOUT_TIMED_FUSIONS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
-# Operations that XLA puts into CUDA graphs by default, and loops. A list replaces
-# the default.
+# Operations that XLA puts into CUDA graphs: its defaults, and loops. A list replaces the defaults,
+# so they are repeated here.
 LOOPS_IN_GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
 
-# For programs that run while a profile is recorded. XLA then runs the operations of a CUDA
-# graph one by one. If a program ran in both ways, steps with momentum or Adam gave wrong
-# numbers and then CUDA_ERROR_LAUNCH_FAILED (jax 0.11.2, also without the profiler's GPU
-# library). A program without graphs is right, and so is one with graphs that is never profiled.
-# XLA's default graphs have the fault, too: so all programs of a training are `Programs`.
+# Without CUDA graphs. This is for programs that run while a profile is recorded: XLA then runs the
+# operations of a CUDA graph one by one. If a program ran both with its graph and one by one, steps
+# with momentum or Adam gave wrong numbers and then CUDA_ERROR_LAUNCH_FAILED (jax 0.11.2, also
+# without the profiler's GPU library). A program without graphs is right, and so is one with graphs
+# that is never profiled. XLA's default graphs have this fault, too: so all programs of a training
+# are `Programs`.
 WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
 # With these options an exchange between devices starts when its operands are ready, ends when
@@ -53,7 +54,7 @@ OVERLAPPED = {
 # which occupy multiprocessors that the layers need.
 COPIED = {"xla_gpu_use_memcpy_local_p2p": True}
 
-# As a part of JAX's context it is a key of the caches of traced and compiled programs.
+# A part of JAX's context, so that it is a key in the caches of traced and compiled programs.
 _same_bits = jax.make_user_context(default_value=False)
 
 
@@ -71,7 +72,8 @@ def is_profiled() -> bool:
         return False
     if jax.profiler.TraceAnnotation.is_enabled():
         return True
-    # A session that does not trace the host. The names are private to JAX and may change.
+    # The check above misses a session that does not trace the host. These names are private to JAX
+    # and may change.
     state = getattr(getattr(jax, "_src", None), "profiler", None)
     state = getattr(state, "_profile_state", None)
     names = "session", "profile_session"
@@ -121,7 +123,7 @@ def _gpu_options(
         choices.append(WITHOUT_GRAPHS)
     elif loops_in_graphs and one_device:
         choices.append(LOOPS_IN_GRAPHS)
-    # XLA's options are no stable interface. All of them are checked at once, so that a process
+    # XLA's options may change with its version. All are checked at once, so that a process
     # compiles only one program for the check.
     known = (
         WITHOUT_TRITON | WITHOUT_TIMED_FUSIONS | LOOPS_IN_GRAPHS | OVERLAPPED | COPIED
@@ -186,9 +188,10 @@ class Programs:
         )
 
     def __getitem__(self, deterministic: bool) -> Keepable:
-        # Made at the first call, because the options depend on the kind of device.
+        # Computed at the first call, because the options depend on the kind of device.
         how = dict(self._for_gpus)
-        if deterministic:  # times differ from one process to the next
+        # Measured times differ between processes, so they must not choose the program.
+        if deterministic:
             how["timed_fusions"] = False
         chosen = gpu_options(**how)
         key = deterministic, *chosen.items()

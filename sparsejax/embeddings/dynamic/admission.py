@@ -23,14 +23,15 @@ from sparsejax.ops.hash_index import PARTS, Distinct, TableKeys
 _DEPTH = 4
 # Counters in each row of the sketch, for each row of the tables.
 _WIDTH = 4
-# Seeds of hash functions, different from those of the index.
+# Seeds of hash functions; the index uses other seeds.
 _FIRST, _STEP, _DRAW, _AGAIN = 3, 4, 5, 6
 
 
 def empty(configs: Sequence[DynamicTableConfig]) -> UInt8[Array, "parts depth width"]:
     """An empty sketch for tables that count ids."""
     rows = sum(c.num_rows for c in configs if c.admit and c.admit.count)
-    width = max(1, _WIDTH * rows // PARTS)  # an empty array would be replicated
+    # At least 1, because an empty array would be replicated.
+    width = max(1, _WIDTH * rows // PARTS)
     return jnp.zeros((PARTS, _DEPTH, width), jnp.uint8)
 
 
@@ -73,7 +74,8 @@ def admit(
         part = jnp.where(counting, of.part - first_part, 0)
         # Indexed by three axes: int32 cannot number all counters of a large table.
         seen = jnp.min(sketch[part[:, None], row, column], axis=1).astype(jnp.int32)
-        counts = jnp.minimum(counts, MOST_COUNTED)  # prevents an overflow of their sum
+        # Limits each count, so that their sum does not overflow.
+        counts = jnp.minimum(counts, MOST_COUNTED)
         seen = jnp.minimum(seen + counts, MOST_COUNTED)
         part = jnp.where(counting, part, len(sketch))
         raised = jnp.broadcast_to(seen[:, None].astype(jnp.uint8), column.shape)

@@ -51,8 +51,8 @@ from sparsejax.optimizers.optimizer import first_state
 from sparsejax.optimizers.rules import Rule
 from sparsejax.sparse import CSR, MAX_ENTRIES, sums_so_far
 
-# Separate code for few new ids: for none, and for up to a 64th and an 8th of the ids of a batch.
-# Small batches use a single one.
+# Programs for few new ids are compiled separately: for none, up to a 64th, and up to an 8th of the
+# ids of a batch. Small batches use one program.
 _TIERS = 64, 8
 _LEAST_FOR_TIERS = 4096
 _TURNS = 64
@@ -70,7 +70,8 @@ class Trained(NamedTuple):
     arrays: dict[str, jax.Array]
 
 
-# The rows that assignment initializes, a `Trained`. For rows initialized later see `Number`.
+# The rows that assignment initializes: a `Trained`. `Number` has another type, as its rows are
+# initialized later.
 _Carry = Any
 
 
@@ -89,7 +90,7 @@ class Moment(NamedTuple):
 
 
 class _New(NamedTuple):
-    """New ids that got a row: the first `count` of the arrays."""
+    """New ids that got a row; only the first `count` elements are valid."""
 
     rows: Int[Array, "ids"]
     keys: TableKeys
@@ -156,18 +157,18 @@ class Assign:
         )
         return state, trained, _columns(x, rows)
 
-    # `Number` overrides these for rows in host memory, which are initialized after they were
-    # copied.
+    # `Number` overrides the following methods for rows in host memory: these are initialized after
+    # they were copied to the devices.
 
     new_spec: ClassVar[P] = P("model")
 
     def _none_new(self, trained: _Carry, times: Int[Array, "ids"]) -> _Carry:
-        """The result if no id gets a new row."""
+        """The result for a batch whose new ids all got no row."""
         del times
         return trained
 
     def _of_all(self, trained: _Carry) -> _Carry:
-        """The rows of all devices; called inside `shard_map`."""
+        """The trained rows of all devices; called inside `shard_map`."""
         return trained
 
     def _new(self, trained: _Carry, new: _Got, moment: Moment) -> _Carry:
@@ -189,7 +190,8 @@ class Assign:
         def part(state, trained, keys, times, moment):
             keys, times = own_block((keys, times))
             size, first = len(times), _first_part(state.index)
-            # The parts are replicated over "data", and change in the same way on each copy.
+            # Parts are replicated over the axis "data", so each copy must process the ids of all
+            # devices.
             keys, times = gather_over_data((keys, times))
             state, trained, rows = self._given(
                 state, trained, keys, times, moment, first
@@ -358,7 +360,7 @@ class Assign:
         state = counted(state, REFUSED, refused)
         inserted = _per_table(state, part, table, got)
         state = counted(state, INSERTED, inserted)
-        # Maps results from the sorted keys back to the ids of the batch.
+        # Maps results for the sorted keys back to the ids of the batch.
         of_few = (
             jnp.zeros(size, jnp.int32)
             .at[of.place]
@@ -369,7 +371,7 @@ class Assign:
         return state, back, _Got(rows, got, of, missing, at)
 
     def _begun(self, trained: Trained, new: _New, moment: Moment) -> Trained:
-        """New rows with their initial vector, and the initial state of the optimizer."""
+        """Writes the initial vector and the initial optimizer state of new rows."""
         size = len(new.rows)
         block = min(vectors.BLOCK, size)
         if block == 0:
@@ -512,7 +514,7 @@ def _columns_of_owner(
 
 
 def _columns(x: CSR, rows: Int[Array, "ids"]) -> Int[Array, "ids"]:
-    """The columns of a matrix, given the rows of its keys."""
+    """Replaces each key in a matrix by the row number of its id."""
     rows = jnp.where(rows >= 0, rows, WITHOUT_ROW)
     return jnp.where(jnp.asarray(x.indices) == WRONG, WRONG, rows)
 
@@ -544,7 +546,7 @@ def _per_table(
 ) -> Int[Array, "parts tables"]:
     """For each part and table, the number of ids that count, or the sum of their values."""
     shape, size = state.index.num_free.shape, state.index.num_free.size
-    # Adjacent ids use different counters: a GPU executes additions to one counter one by one.
+    # Adjacent ids use different counters, because a GPU serializes additions to one counter.
     turns = max(1, min(_TURNS, len(part) // size))
     turn = jnp.arange(len(part), dtype=jnp.int32) % turns
     at = jnp.where(counts, turn * size + part * shape[1] + table, turns * size)
@@ -555,5 +557,5 @@ def _per_table(
 
 
 def _put(size: int, at: Int[Array, "ids"], values: jax.Array) -> jax.Array:
-    """`[size]`: zeros, with values at the given positions."""
+    """An array of `size` zeros, with values written to the given positions."""
     return jnp.zeros(size, values.dtype).at[at].set(values, mode="drop")

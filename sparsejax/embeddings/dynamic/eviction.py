@@ -17,9 +17,10 @@ from sparsejax.embeddings.row_numbers import ordered, policy
 from sparsejax.ops import hash_index
 from sparsejax.ops.hash_index import Layout
 
-# This share of the rows is freed at once, so that eviction is not needed in each step.
+# Fraction of the rows that is freed at once (one in 32), so that eviction is not needed in each
+# step.
 _SHARE = 32
-_DIGIT = 4  # number of bits that are examined together
+_DIGIT = 4  # number of bits that are examined in one pass
 _DIGITS = 32 // _DIGIT
 _GROUP = 128  # number of rows whose counts fit into 8 bits
 
@@ -122,7 +123,7 @@ def _lowest(
     taken = jnp.zeros_like(candidates)
     for digits, limit, all_at_it in reversed(limits):
         taken = (digits < limit) | (digits == limit) & (all_at_it | taken)
-    # If nothing is wanted, the limit is the highest value.
+    # If `wanted` is 0, the limit is the highest value, so all are masked here.
     return taken & candidates & (wanted > 0)[:, None]
 
 
@@ -173,9 +174,7 @@ def _limit(
 def _counts(
     counts: Bool[Array, "parts rows"], digit: UInt32[Array, "parts rows"]
 ) -> Int[Array, "parts digits"]:
-    """Number of occurrences of each digit where `counts` is true;
-
-    `rows` is a multiple of `_GROUP`.
+    """Counts how often each digit occurs where `counts` is true. `rows` is a multiple of `_GROUP`.
 
     Four 8-bit counters are summed in one word, so that a GPU reads the rows once and makes four
     sums. Sixteen separate sums took five times as long.

@@ -220,7 +220,7 @@ def checked(path: pathlib.Path, name: str, values: np.ndarray) -> np.ndarray:
 def _steps(
     path: pathlib.Path, schema: pa.Schema, like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> int | None:
-    """The number of optimizer steps stored in the file; None if it has no state."""
+    """The number of optimizer steps stored in the file; None if it has no optimizer state."""
     given, expected = (
         sorted(name.removeprefix(STATE) for name in names if name.startswith(STATE))
         for names in (schema.names, like)

@@ -21,8 +21,8 @@ from sparsejax.mesh.layout import to_host
 from sparsejax.ops import hash_index, index_edits
 from sparsejax.ops.hash_index import PARTS, Index, Layout
 
-# Positions of a table's counters, in the order of `TableStats`. The first three count an id each time that it is in a batch; the
-# last two count rows.
+# Positions of a table's counters, in the order of `TableStats`. The first three counters are
+# increased for each occurrence of an id in a batch; the last two count rows.
 FOUND, WAITING, REFUSED, INSERTED, EVICTED = range(5)
 _TOTALS = 5
 

@@ -72,7 +72,7 @@ def apart(
         guests = _moved(without, (keys, x.row_ids(), weight))
         counted = sums_so_far(kept)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), counted])
-        # A matrix row marked as overfull stays marked.
+        # Rows of the matrix that are marked as overfull stay marked.
         indptr = jnp.where(ends > size, size + 1, before[jnp.minimum(ends, size)])
         data, columns, after = _moved(kept, (entries[0], entries[1], order))
         return (data, columns, indptr, after), guests
@@ -82,7 +82,7 @@ def apart(
         return entries, zeros
 
     count = jnp.sum(without, dtype=jnp.int32)
-    # Usually all ids have rows, and nothing must be moved.
+    # Usually all ids have rows. Then nothing is moved.
     leaves, (ids, bag, weight) = lax.cond(count > 0, some, none)
     *leaves, order = leaves
     found = CSR.tree_unflatten(x.num_cols, (*leaves, None))
@@ -125,7 +125,7 @@ class _WithGuestsOfOwner:
         def some():
             rows = read()
             place = jnp.arange(size, dtype=jnp.int32)
-            # They are NaN, as no row was read for them.
+            # No row was read for these ids, so they are NaN until now.
             rows = rows.at[jnp.where(without, place, size + place)].set(
                 0, mode="drop", unique_indices=True
             )
@@ -136,7 +136,7 @@ class _WithGuestsOfOwner:
             return _with_some(self.stack, rows, guests, jnp.int32(0), seed)
 
         # Usually all ids have rows. The host waits for this condition before rows are read, while
-        # the device is idle anyway, and then launches all later work.
+        # the device is idle anyway; then it launches all later work.
         return lax.cond(jnp.any(without), some, read)
 
 
@@ -196,7 +196,7 @@ def _with_some(
     size = guests.bag.shape[0]
     if isinstance(size, int):
         block = min(BLOCK, size)
-    else:  # a predictor's seed is known at run time
+    else:  # in a predictor, the seed is an argument of the compiled program
         block = _BLOCK_OF_PREDICTOR
         more = {"pad_width": (0, block)}
         guests = jax.tree.map(lambda a: jnp.pad(a, **more) if a.ndim else a, guests)

@@ -1,5 +1,5 @@
-"""Stores of the rows of stacks: static, dynamic, and both in host memory.
+"""Stores of the rows of stacks: static or dynamic, on the devices or in host memory.
 
-`store` has the interface. `STORES` of `sparsejax.embeddings.tables` names each kind, as the `store`
-of a table's configuration does.
+`store` defines the interface. `STORES` in `sparsejax.embeddings.tables` maps the name of each kind
+to its class. A table configuration has this name in its attribute `store`.
 """

@@ -54,7 +54,7 @@ class DynamicStore(Store):
     """Tables of `DynamicTableConfig`, whose rows are on the devices."""
 
     grows: ClassVar[bool] = True
-    # The class that assigns rows to ids.
+    # Class that assigns rows to new ids.
     assign: ClassVar[type[Assign]] = Assign
 
     @classmethod
@@ -83,7 +83,7 @@ class DynamicStore(Store):
         """Which ids have which rows. A predictor knows nothing else."""
         return Index(*(self.known[name][...] for name in Index._fields))
 
-    # The index from ids to rows, the only part of the state in a predictor.
+    # The index from ids to rows. A predictor needs no other part of the state.
 
     def matrix(self, batch: FeatureBatch) -> CSR | DividedRows | SentKeys:
         """The matrix of a batch, whose columns are row numbers of the kernel."""
@@ -106,7 +106,7 @@ class DynamicStore(Store):
         return x.with_indices(find(self.stack, self.index, x, keys, **how))
 
     def _given(self, batch: FeatureBatch) -> tuple[CSR, TableKeys]:
-        """The packed matrix of a batch and its keys, as JAX arrays."""
+        """The packed matrix of a batch, and the keys of its ids, as JAX arrays."""
         name = self.stack.name
         return jax.tree.map(jnp.asarray, (batch.stacks[name], batch.keys[name]))
 
@@ -239,7 +239,8 @@ class DynamicStore(Store):
         numbers = states.numbers_of(self.stack)
         missing = [n.name for n in numbers if n.name not in read.names]
         before = np.full(len(read.ids), -1)
-        if missing and not replace:  # existing ids keep their age
+        # Ids that already had a row keep their `last` time.
+        if missing and not replace:
             before = self.rows_of(table, read.ids)
         known = {name: to_host(self.known[name][...]).reshape(-1) for name in missing}
 

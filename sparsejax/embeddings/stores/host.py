@@ -57,8 +57,8 @@ class HostedStore(Store):
     @classmethod
     def prepare(cls, owner: Owner, key: jax.Array) -> None:
         super().prepare(owner, key)
-        # `first` is the key of initial rows; `stage` is the number of the state of the devices'
-        # tables.
+        # `first` is the random key of initial rows. `stage` is the version number of the tables on
+        # the devices.
         owner.first = nnx.Variable(key)
         owner.stage = nnx.Variable(jnp.zeros((), jnp.int32))
 
@@ -78,7 +78,7 @@ class HostedStore(Store):
     def host(self) -> HostRows:
         """The rows in host memory. Not for use inside compiled programs."""
         host = self.kernel.get_metadata()["host"]
-        # A collection made inside a program has the key of its trace, which is replaced.
+        # A collection made inside a compiled program has a traced key, which is replaced here.
         host.key = self._first
         return host
 
@@ -94,7 +94,7 @@ class HostedStore(Store):
         return host
 
     def _current(self, batch: FeatureBatch) -> CSR:
-        """The matrix of a batch, with NaN in place of rows that may have left the devices."""
+        """The matrix of a batch. Its columns become NaN if its rows may have left the devices."""
         if batch.stage is None:
             raise self.not_staged()
         x = batch.stacks[self.stack.name]
@@ -197,7 +197,7 @@ class HostedStore(Store):
         return (array[start : start + count] for start in range(0, rows, count))
 
 
-# Rows that are copied at a time.
+# Number of rows that are copied at a time.
 _BLOCK = 65_536
 
 
@@ -250,7 +250,8 @@ class HostStore(HostedStore, StaticStore):
                 host.take(other.host, rows, there)
                 if size == count:
                     continue
-                # The initial values of a row may depend on the size of its table.
+                # Rows are copied as values, because the random initial values may depend on the
+                # table's size.
                 host.put(rows, {ROW: other.host.read(there)})
                 new = self.rows_of(table, ids[ids >= count])
                 w = other.host.read(other.rows_of(known, np.full(len(new), like)))
@@ -260,7 +261,8 @@ class HostStore(HostedStore, StaticStore):
                     state = first_state(rule, jnp.asarray(w), step)
                     values |= {name: to_host(array) for name, array in state.items()}
                 host.put(new, values)
-        other.host.forget_slots()  # batches staged earlier read NaN
+        # Slots of the old collection become invalid: batches staged earlier read NaN.
+        other.host.forget_slots()
 
 
 class DynamicHostStore(HostedStore, DynamicStore):

@@ -25,7 +25,7 @@ from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
 
 Pieces = tuple[StackedTable, ...]
-# Ids that are written at a time.
+# Number of rows that are written at a time.
 _BLOCK = 2**20
 
 
@@ -34,7 +34,7 @@ class StaticStore(Store):
 
     @classmethod
     def first_kernel(cls, owner: Owner, stack: Stack, key: jax.Array) -> RowParam:
-        # Compiled, so that only the result is allocated, on the devices where it belongs.
+        # Compiled, so that only the result is allocated, and directly on its devices.
         make = jit_sharded(first_rows, spec_of(stack), static=(0,))
         return cls.new_kernel(owner, stack, make(stack, key))
 

@@ -1,8 +1,8 @@
 """The interface between an `EmbeddingCollection` and the stores of its stacks.
 
-A store keeps the rows of one stack of tables. The collection packs the ids of a batch, asks each
-store for its rows, and joins them. A new kind of store is a subclass of `Store` in `tables.STORES`,
-and a table configuration whose `store` is its name there.
+A store keeps the rows of one stack of tables. The collection packs the ids of a batch, reads the
+rows from each store, and joins them. A new kind of store is a subclass of `Store`, which is
+registered in `tables.STORES`, and a table configuration whose `store` is its name there.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ class Store(abc.ABC):
       within: path of the collection in the model.
     """
 
-    # Whether new ids of a batch get a row, by `assigned`.
+    # Whether `assigned` gives rows to the new ids of a batch.
     grows: ClassVar[bool] = False
-    # Whether rows are copied to the devices before a step, by a `Staged`.
+    # Whether a `Staged` copies rows to the devices before each step.
     stages: ClassVar[bool] = False
 
     def __init__(self, owner: Owner, stack: Stack, within: Sequence[Any] = ()):
@@ -139,7 +139,7 @@ class Store(abc.ABC):
         self.known: Mapping[str, nnx.Variable] = owner.indexes.get(stack.name, {})
         self.path: Path = (*within, "kernels", stack.name)
 
-    # --- how it is made ---
+    # --- construction ---
 
     @classmethod
     def prepare(cls, owner: Owner, key: jax.Array) -> None:
@@ -218,7 +218,7 @@ class Store(abc.ABC):
         return Rows(arrays, **self._keys())
 
     def _keys(self) -> dict[str, Any]:
-        """The arguments `keys` and `used` of `Rows`, if ids have keys."""
+        """The arguments `keys` and `used` of `Rows`; empty for tables without keys."""
         return {n: self.known[n][...] for n in ("keys", "used") if n in self.known}
 
     @property
@@ -394,7 +394,7 @@ class Store(abc.ABC):
         """Reads a table; see `EmbeddingCollection.load_table`."""
         read = self._opened(pieces, path, optimizer)
         for _ in read.blocks():
-            pass  # all rows are read first: after an error the table is unchanged
+            pass  # reads all rows first, so that an error leaves the table unchanged
         completed = self._completing(pieces[0], read, replace=replace)
         rows = self.placed(path, pieces, read.ids, None if replace else _NO_IDS)
         shapes = {n: v.shape[1:] for n, v in self.columns(optimizer).items()}
@@ -439,14 +439,15 @@ class Store(abc.ABC):
 
 
 _NO_IDS = np.zeros(0, np.uint64)
-# Function that completes columns of rows, given the positions of their ids in a file.
+# Function that completes the columns of rows read from a file, given the positions of the rows in
+# this file.
 Completing = Callable[[np.ndarray, dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 
 def _piece(
     array: np.ndarray, number: int, pieces: int, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """The part of a column that belongs to one piece of a table."""
+    """The part of a column that belongs to piece `number` of a table."""
     if pieces == 1:
         return array
     return np.split(array, pieces, axis=1)[number].reshape(len(array), *shape)
@@ -463,7 +464,7 @@ def _zeros(stack: Stack) -> jax.Array:
 
 
 def _type_of(name: str, array: Any, pieces: int) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a column of a whole table, which is cut into pieces."""
+    """The shape and dtype of a whole table's column, which is divided into `pieces`."""
     if files.is_number(name):
         return jax.ShapeDtypeStruct((1,), array.dtype)
     shape = (1, *array.shape[1:])
