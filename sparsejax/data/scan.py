@@ -42,11 +42,11 @@ class Scan[Rows, Part]:
         raise NotImplementedError
 
     def _decode(self, group: Group, low: int, high: int) -> Part:
-        """Reads and decodes the rows `low .. high - 1` of a group."""
+        """Reads and decodes rows `low .. high - 1` of a row group."""
         raise NotImplementedError
 
     def _joined(self, parts: list[Part]) -> Rows:
-        """Concatenates the rows of all parts, in order. The list may be empty."""
+        """Concatenates the rows of the parts, in order. `parts` may be empty."""
         raise NotImplementedError
 
     @property

@@ -26,7 +26,7 @@ from sparsejax.data.files.opening import (
 NO_LINES = (
     "skip_bad_lines=True is for files of lines, but {}; filter the rows of the table"
 )
-# A function that reads lines as if they were a file, and raises DataError if one is bad.
+# A function that parses lines as if they were a whole file, and raises DataError if one is bad.
 Attempt = Callable[[ByteStream], None]
 
 
@@ -94,7 +94,7 @@ def find_bad_lines(
 def _faults(
     lines: Lines, attempt: Attempt, delimiter: str | None
 ) -> Iterator[tuple[int, int, str]]:
-    """Yields `(begin, end, problem)` for each bad record of a block; lines count from 0."""
+    """Yields `(begin, end, problem)` for each bad record: its range of lines, counted from 0."""
     texts = lines.data.split(b"\n")[:-1]
     spans: list[tuple[int, int]] = []
 

@@ -34,13 +34,14 @@ from sparsejax.data.files.values import (
     value_problem,
 )
 
-# Faults of an event, in the order of the checks.
+# Problems of an event, in the order in which they are checked.
 NO_USER, NO_ITEM = "events without a user", "events without an item"
 NO_VALUE = "events whose value is null or not finite as float32"
 NO_TIME = "events whose time is null or is not a time"
 
 
-# Prefix of the keys in `Cells.columns` for columns without a role; the column's name follows.
+# Prefix of keys in `Cells.columns` that stand for columns without a role. The column's name
+# follows.
 _BESIDE = "beside/"
 
 
@@ -209,7 +210,7 @@ class Check:
             yield block
 
     def _strict(self, cells: Cells) -> tuple[Block, _Faults]:
-        """A block and its faults. If there is a fault, the block must not be used."""
+        """Makes a block from cells, and finds faults. With a fault, the block must not be used."""
         entries = _Entries.of(cells)
         faults = _Faults(entries)
         users = self._names("user", entries.user, faults)
@@ -301,9 +302,9 @@ class Check:
         return None if column is None else column.name
 
     def _how_often(self, role: str, cells: Cells, rest: Iterator[Cells]) -> str:
-        """A text with the number of missing names in these cells and in all later ones."""
-        # The remedy for text is to edit lines, where either name may be missing; for a table it
-        # is to fill in one column.
+        """Text for an error: how many names are missing in `cells` and `rest`, and the remedy."""
+        # In text files, the user edits whole lines, so lines without a user or an item are
+        # counted. In tables, the user fills in one column, so only this column is counted.
         roles = ("user", "item") if self.names is None else (role,)
 
         def missing(cells: Cells) -> int:
@@ -323,7 +324,7 @@ class Check:
         return f", {count:,} times in all: {remedy}"
 
     def _counted(self, cells: Cells, counts: Wrong) -> Block:
-        """Leaves wrong events out and counts them; the block has one event on each row."""
+        """Makes a block with one event in each row. Drops wrong events, and counts them."""
         entries = _Entries.of(cells)
         users, items = entries.each(entries.user), entries.item
         assert users is not None
@@ -392,7 +393,7 @@ class Check:
     def _are_valued(
         self, column: pa.Array, keep: np.ndarray, entries: _Entries
     ) -> bool:
-        """Whether events have values; they have none if the first batch has only nulls."""
+        """Whether events have values; they have none if all values of the first batch are null."""
         given = keep & ~_are_null(column)
         if self.valued is None and keep.any():
             self.valued = bool(given.any())
@@ -402,7 +403,7 @@ class Check:
         return bool(self.valued)
 
     def _some_times(self, column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-        """The times, and `[n]` bool: whether a cell is a time. Other cells become 0."""
+        """`[n]` times and `[n]` bool: whether a cell is a time. The time of other cells is 0."""
         if self.time_format is not None and _is_text(column):
             return parse_formatted(column, self.time_format)
         is_time = ~are_no_times(column)
@@ -424,7 +425,7 @@ class Check:
         return times, is_time
 
     def _parsed(self, column: pa.Array) -> list[np.ndarray | None]:
-        """The times in consecutive pieces; None in place of a cell that is not a time."""
+        """Times of consecutive parts of a column; a single cell that is not a time gives None."""
         if not len(column):
             return []
         found = parse_times(column)
@@ -434,19 +435,19 @@ class Check:
         if len(column) == 1:
             return [None]
         middle = len(column) // 2
-        # The column is halved, so that few wrong times among many are found quickly.
+        # Bisection finds a few wrong times among many quickly.
         return self._parsed(column[:middle]) + self._parsed(column[middle:])
 
 
 def _kept(cells: Cells, keep: np.ndarray) -> Cells:
-    """Selects the rows for which `keep: [rows]` is true; errors have their original numbers."""
+    """Selects rows where `keep: [rows]` is true. Errors still name the original row numbers."""
     rows, chosen = np.flatnonzero(keep), pa.array(keep)
     columns = {name: column.filter(chosen) for name, column in cells.columns.items()}
     return Cells(columns, lambda at, text: cells.error(int(rows[at]), text), cells.path)
 
 
 _EMPTY = {"user": "the user (row) is empty", "item": "the item (feature) is empty"}
-# Messages for tables, whose cells may also be null.
+# Messages for tables: unlike a text file, they may contain null.
 NO_NAME = {
     "user": "the user (row) is empty or null",
     "item": "an item (feature) is empty or null",
@@ -455,7 +456,7 @@ NO_NAME = {
 
 @dataclasses.dataclass(frozen=True)
 class _Entries:
-    """The entries of some rows: one for each row, or one for each element of its lists.
+    """The entries of rows: one entry for each row, or one for each element of a row's list.
 
     Attributes:
       cells: cells of the rows.
@@ -482,29 +483,29 @@ class _Entries:
         return len(self.item) if self.sizes is None else len(self.sizes)
 
     def row(self, entry: int) -> int:
-        """The number of the row that has an entry."""
+        """The number of the row that contains an entry."""
         if self.sizes is None:
             return entry
         return int(np.searchsorted(np.cumsum(self.sizes), entry, side="right"))
 
     def each(self, column: pa.Array | None) -> pa.Array | None:
-        """Repeats the cells of a column `[rows]` to one for each entry: `[entries]`."""
+        """Repeats each cell of a column for all entries of its row: `[rows]` to `[entries]`."""
         if self.sizes is None or column is None:
             return column
         rows = np.repeat(np.arange(len(self.sizes)), self.sizes)
         return column.take(arrow.from_numbers(rows))
 
     def unlike(self, role: str) -> np.ndarray:
-        """`[rows]` bool: whether a row's numbers of items and of the role's cells differ."""
+        """`[rows]` bool: whether a row's list for `role` has another length than its items."""
         column = self.cells.columns.get(role)
         if column is None or self.sizes is None or not is_list(column.type):
             return np.zeros(self.num_rows, bool)
         return list_lengths(column) != self.sizes
 
     def beside(self, faults: _Faults) -> Cells | None:
-        """The cells of columns without a role, `[entries]` each; None if there are none.
+        """Columns without a role, each with a cell for each entry; None if there are none.
 
-        A row may have one cell for all its items.
+        In a row with a list of items, a cell that is no list counts for all items.
         """
         columns = {}
         for key, column in self.cells.columns.items():
@@ -525,7 +526,7 @@ class _Entries:
         return Cells(columns, error, self.cells.path) if columns else None
 
     def column(self, role: str) -> pa.Array | None:
-        """The values or times of entries. A row may have one cell for all its items."""
+        """`[entries]` values or times. One cell may count for all entries of a row."""
         if (column := self.cells.columns.get(role)) is None:
             return None
         if is_list(column.type):

@@ -29,14 +29,14 @@ from sparsejax.data.files.opening import (
     open_data,
 )
 
-# Arrow's parser recurses at each level, and a deep line would crash the process by a stack
-# overflow. Events need three levels.
+# Most levels of nested lists and objects. Arrow's parser recurses for each level, so a deeply
+# nested line would overflow the stack and end the process. Events need three levels.
 _LEVELS = 64
-# By how much each byte of JSON outside of strings changes the level.
+# Change of the nesting level by each byte, for JSON whose strings have been removed.
 _CHANGES = np.zeros(256, np.int8)
 _CHANGES[[*b"[{"]], _CHANGES[[*b"]}"]] = 1, -1
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
-# Metadata of a field: the keys that lead to a column inside nested objects.
+# Key in a field's metadata. Its value is the path of JSON keys of a column in a nested object.
 _KEYS = b"sparsejax_keys"
 
 
@@ -109,7 +109,7 @@ def stream_cells(
 
 
 def _plain(type_: pa.DataType) -> pa.DataType:
-    """The type for a column: times stay text, because a text may only look like a time."""
+    """The type to read a column as. Timestamps are read as text: a text may only look like one."""
     if is_list(type_):
         return pa.list_(_plain(type_.value_type))
     if pt.is_struct(type_):
@@ -137,7 +137,7 @@ def _columns(table: pa.Table) -> pa.Table:
 def _within(
     keys: tuple[str, ...], cells: pa.ChunkedArray
 ) -> Iterator[tuple[tuple[str, ...], pa.ChunkedArray]]:
-    """Yields a column, or the columns inside a struct; null where there is no object."""
+    """Yields a column, or the columns inside a struct, with null where the struct is null."""
     if not pt.is_struct(cells.type):
         yield keys, cells
         return

@@ -35,9 +35,9 @@ def _separates(separators: bytes) -> np.ndarray:
 _TEXT = _separates(b"\n\t:,")
 _SPACE = _separates(b" \t\n\v\f")
 
-# Characters of a name and their escapes in the text form. While a block is parsed, a byte
-# that UTF-8 never uses stands for each escape. The backslash comes first, so that a pair
-# of backslashes is found before an escape that begins with the second one.
+# Characters of a name, and their escapes in the text form. While a block is parsed, each escape
+# is replaced by a byte that UTF-8 never uses. The backslash is replaced first: in `\\,` the pair
+# of backslashes is an escape, and the comma is a separator.
 ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r", ",": "\\,", ":": "\\:"}
 _STAND_INS = bytes(range(0xF8, 0xF8 + len(ESCAPES)))
 _MEANT = bytes.maketrans(_STAND_INS, "".join(ESCAPES).encode())
@@ -79,7 +79,7 @@ def text_cells(
         cells, problem = _text_cells(lines, indicator=indicator)
         if problem is not None:
             line, message = problem
-            # Faults in earlier lines are reported first.
+            # Errors in earlier lines have precedence, so these lines are checked first.
             before = lines.data.split(b"\n", line)[:line]
             whole = dataclasses.replace(lines, data=b"".join(b + b"\n" for b in before))
             if line:
@@ -91,7 +91,7 @@ def text_cells(
 def _text_cells(
     lines: Lines, *, indicator: bool
 ) -> tuple[Cells, tuple[int, str] | None]:
-    """The cells, and `(line, message)` for the first line that does not fit the grammar."""
+    """Cells of the lines, and `(line, message)` for the first line with a wrong syntax, if any."""
     lines = _without_escapes(lines)
     data = np.frombuffer(lines.data, np.uint8)
     marks = np.flatnonzero(_TEXT[data])
@@ -104,7 +104,7 @@ def _text_cells(
         if mask.any():
             problems.append((int(lines_[np.argmax(mask)]), message))
 
-    # The first TAB ends the row's name, in which ':' and ',' are ordinary characters.
+    # The first TAB of a line ends the row's name. In the name, ':' and ',' are no separators.
     line_ends = marks[is_newline]
     line_starts = np.concatenate([[0], line_ends[:-1] + 1])
     is_tab = kind == _TAB
@@ -119,7 +119,7 @@ def _text_cells(
             problems.append((int(number), _no_row(text)))
             break
 
-    # The separators of a line are marks: field i is between the marks i and i + 1.
+    # Marks are the separators after the row's name. Field i is between marks i and i + 1.
     mark = np.flatnonzero(has_row[line] & (marks >= name_ends[line]))
     marks, kind, line = marks[mark], kind[mark], line[mark]
     starts, ends = marks[:-1] + 1, marks[1:]
@@ -167,7 +167,7 @@ def _text_cells(
 
 
 def _without_escapes(lines: Lines) -> Lines:
-    """Replaces each escape by its stand-in byte, which is no separator; see `strings`."""
+    """Replaces escapes by bytes that are no separators; `strings` replaces them by characters."""
     data = lines.data
     if b"\\" not in data:
         return lines

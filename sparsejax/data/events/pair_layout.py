@@ -177,7 +177,7 @@ def find_layout(
         if c.position not in (*places.values(), *at_further)
     ]
     found = {role: columns[at] for role, at in places.items()}
-    # A column of names is text unless each name is a plain integer, unlike `7.0` and `007`.
+    # Names are read as integers only if all of them are plain integers, unlike `7.0` and `007`.
     for role in ("user", "item"):
         if places[role] >= len(first) or not are_integers[places[role]]:
             found[role] = dataclasses.replace(found[role], type="text")
@@ -220,7 +220,7 @@ def typed_header(cells: Sequence[str]) -> list[tuple[str, str]] | None:
 def _without_types(
     chosen: Chosen, cells: Sequence[str], names: Sequence[str]
 ) -> Chosen:
-    """Removes types from the caller's names of columns, like ":token" from "user_id:token"."""
+    """Removes types from the column names of the caller: "user_id:token" becomes "user_id"."""
     of = dict(zip([cell.strip() for cell in cells], names, strict=True))
     given = {role: chosen.of(role) for role in SYNONYMS}
     given = {role: of.get(c, c) for role, c in given.items() if isinstance(c, str)}
@@ -234,10 +234,10 @@ def _check_lists(
     lists: frozenset[int],
     line: int,
 ) -> None:
-    """Raises DataError if a role's column has lists where it must not, or lacks them."""
+    """Raises DataError if users are lists, or if not all of items and values are lists or none."""
     has_lists = places["item"] in lists
     for role, at in places.items():
-        # A list of items may have one time for all of them.
+        # If items are lists, a row may have a single time for all of them.
         wanted = {"user": False, "item": has_lists, "value": has_lists}.get(role)
         is_list = at in lists
         if is_list != (is_list and has_lists if wanted is None else wanted):
@@ -285,7 +285,7 @@ def _by_position(
 
 
 def _type(cells: Sequence[str]) -> str:
-    """The type of a column's cells: "empty", "integers", "fractions", "dates" or "text"."""
+    """The type of the cells of a column: "empty", "integers", "fractions", "dates" or "text"."""
     cells = [cell for cell in cells if cell]
     if not cells:
         return "empty"
@@ -360,16 +360,16 @@ def _guess_delimiter(lines: Lines) -> str:
 
 
 def _sample(lines: Lines, delimiter: str) -> list[tuple[int, list[str]]]:
-    """The first records, as `(line, cells)` each; `line` is the number of the first line."""
+    """The first records, each as `(line, cells)`; `line` is the number of its first line."""
     found: list[tuple[int, list[str]]] = []
     for line, _, cells in read_records(lines, delimiter):
         found.append((line, cells))
         if len(found) == _SAMPLE:
             return found
-    # The sample may end inside the quotes of the last record.
+    # The sample may end inside a quoted field, so the last record may be incomplete.
     return found[:-1] if len(found) > 2 and has_quotes(delimiter) else found
 
 
 def _end_of_first(lines: Lines, delimiter: str) -> int:
-    """The number of the line after the first record."""
+    """The number of the line that follows the first record."""
     return next(end for _, end, _ in read_records(lines, delimiter))

@@ -84,7 +84,7 @@ def find_pieces(source: Any) -> list[Piece]:
 
 @contextlib.contextmanager
 def _naming() -> Generator[None]:
-    """Turns errors of Arrow in the block into a `DataError` that names the table."""
+    """Converts Arrow's errors while this context is open to a `DataError` that names the table."""
     try:
         yield
     except UnicodeEncodeError as error:
@@ -94,7 +94,7 @@ def _naming() -> Generator[None]:
 
 
 def _of_path(path: Path) -> list[Piece]:
-    """The piece of a file, or those of all files in a folder and its subfolders, by name."""
+    """A piece for a file; for a folder, a piece for each file below it, in the order of names."""
     if not is_address(path) and not os.path.isdir(path):
         return [Piece(path)]
     files = parquet.files_below(path)
@@ -111,7 +111,7 @@ def _of_path(path: Path) -> list[Piece]:
 
 
 def _of_records(records: Iterator[Any]) -> pa.RecordBatchReader:
-    """A reader for dicts, or for batches and tables of Arrow."""
+    """Makes a reader from an iterator of dicts, of Arrow batches or of Arrow tables."""
     first = next(records, None)
     if first is None:
         raise DataError.at(TABLE, "holds no data: there is no record")
@@ -148,7 +148,7 @@ def _column(name: Any, cells: list[Any]) -> pa.Array:
         try:
             return pa.array(cells)
         except (pa.ArrowInvalid, pa.ArrowTypeError):
-            # pandas writes a missing text as NaN: here it becomes null.
+            # pandas stores a missing text as NaN, which is read as null.
             return pa.array(cells, from_pandas=True)
     except UnicodeEncodeError as error:
         raise DataError.at(TABLE, f"column {name!r} {half_pair(error)}") from error

@@ -27,10 +27,10 @@ from sparsejax.data.files.opening import (
 )
 from sparsejax.data.files.values import lengths, trim
 
-# A quoted field may have several lines. A record must not be longer than this, so that a
-# quote that is not closed is detected.
+# A quoted field may span several lines. The limit on a record's length detects a quote that is
+# never closed.
 MAX_RECORD_BYTES = BLOCK_BYTES
-# ASCII's unit separator, which text files do not use, replaces a delimiter of two characters.
+# A delimiter of two characters is replaced by ASCII's unit separator, which text does not use.
 _UNIT = "\x1f"
 
 
@@ -132,7 +132,7 @@ def record_cells(
 
 
 def _whole(lines: Lines, layout: TextLayout) -> Iterator[tuple[int, list[str]]]:
-    """Yields `(line, cells)` of the records that `parse_columns` does not skip."""
+    """Yields `(line, cells)` for each record that `parse_columns` reads, without blank ones."""
     for line, _, cells in read_records(lines, layout.delimiter):
         if len(cells) == layout.num_columns or layout.delimiter.join(cells).strip():
             yield line, cells
@@ -204,7 +204,7 @@ def parse_columns(
 
 
 def _without_white_space(lines: Lines, delimiter: str, num_columns: int) -> bytes:
-    """The lines without records of white space only, which Arrow does not skip."""
+    """Bytes of the lines, but without records that are white space, which Arrow would not skip."""
     data = with_one_separator(lines, delimiter).split(b"\n")
     kept = []
     for line, end, cells in read_records(lines, delimiter):
@@ -217,12 +217,12 @@ def _without_white_space(lines: Lines, delimiter: str, num_columns: int) -> byte
 def _columns(
     data: bytes, delimiter: str, num_columns: int, types: Mapping[int, pa.DataType]
 ) -> dict[int, pa.Array]:
-    """`parse_columns` for bytes with a separator of one character."""
+    """Implements `parse_columns` for bytes whose delimiter is one character."""
     names = [f"column {number}" for number in range(num_columns)]
     if data.startswith(b"\xef\xbb\xbf"):  # part of a name; the line end keeps it there
         data = b"\n" + data
-    # Arrow's threads must hold no Python objects, neither these bytes nor a function: a
-    # thread that released one while the process ends would abort the process.
+    # Arrow's threads must not own Python objects, such as these bytes or a function: if a thread
+    # released one while the interpreter shuts down, the process would abort.
     stream = pa.BufferOutputStream()
     stream.write(data)
     table = pyarrow.csv.read_csv(
@@ -312,10 +312,10 @@ def record_blocks(
 
 
 def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
-    """The end of the last whole record, and the line of a quote that is still open, or None.
+    """The end of the last whole record, and the line where a quote is still open, or None.
 
-    A quote opens a field if it is the field's first character. Inside, two quotes stand for
-    one.
+    A quote opens a field only as its first character. Inside a quoted field, two quotes stand
+    for one.
 
     Raises:
       DataError: a closing quote is not at the end of its field.
@@ -326,8 +326,8 @@ def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
     mark = delimiter.encode()
     array = np.frombuffer(b"\n" + data, np.uint8)
     quotes = np.flatnonzero(array == ord('"'))
-    # Bytes that may stand beside the quotes around a field. A quote is among them, because two
-    # quotes inside a field look like the end of one field and the begin of another.
+    # Bytes that may precede an opening or follow a closing quote. A quote is among them, because
+    # two quotes inside a field look like the end of one field and the start of another.
     outside = np.frombuffer(b'\n"' + mark, np.uint8)
     opening, closing = quotes[::2], quotes[1::2]
     around = np.append(array[opening - 1], array[closing + 1])
@@ -336,7 +336,7 @@ def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
     if len(opening) == len(closing):
         return len(data), None
     start = int(opening[array[opening - 1] != ord('"')][-1])  # begin of the open field
-    # Ends of lines; the first one is the line end added above.
+    # Positions of line ends. The first one is the line end that was added before the data.
     ends = np.flatnonzero(array[:start] == ord("\n"))
     line = lines.first + len(ends) - 1
     ends = ends[np.searchsorted(quotes, ends) % 2 == 0]  # drop ends inside quotes
@@ -344,7 +344,7 @@ def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
 
 
 def _records_by_field(lines: Lines, mark: bytes) -> tuple[int, int | None]:
-    """Does the work of `_whole_records` field by field, if quotes occur inside unquoted fields."""
+    """Like `_whole_records`, but checks one field at a time: unquoted fields may have quotes."""
     data = lines.data
     opening = re.compile(rb'(?:\A|(?<=[\n%b]))"' % re.escape(mark))
     inside = re.compile(rb'(?:[^"]++|"")*+"')
@@ -374,7 +374,7 @@ def _without_headers(
 ) -> tuple[Lines, list[int]]:
     """Replaces repetitions of the header by blank lines.
 
-    Another writer may have quoted the header's cells, or written them with other capitals.
+    The repeated header may be quoted or capitalized differently.
 
     Returns:
       The lines, and the numbers in the file of the repeated headers.
@@ -382,7 +382,7 @@ def _without_headers(
     alone = Lines(f"{header}\n".encode(), lines.path, 1)
     [(_, _, wanted)] = read_records(alone, delimiter)
     wanted = _bare(wanted)
-    # The fastest check comes first: most blocks do not contain the header's longest cell.
+    # The cheapest check comes first: most blocks do not contain the longest cell of the header.
     lower = lines.data.lower()
     if max(wanted, key=len).encode() not in lower:
         return lines, []
@@ -400,9 +400,9 @@ def _without_headers(
 
 
 def _bare(cells: list[str]) -> list[str]:
-    """Normalizes the cells of a header: without quotes, spaces and capitals."""
+    """Normalizes the cells of a header: removes quotes and spaces, converts to lower case."""
     plain = [cell.removeprefix("\ufeff").strip(' "') for cell in cells]
-    # `bytes.lower` changes ASCII letters only.
+    # `bytes.lower` changes only ASCII letters.
     return [cell.encode().lower().decode() for cell in plain]
 
 

@@ -88,7 +88,7 @@ def guess_format(path: Path) -> Format:
     )
 
 
-# A pattern of the suffixes of compressed files.
+# A pattern that matches the suffixes of compressed files.
 COMPRESSED = r"\.(gz|xz|bz2|zst|zip)"
 
 
@@ -120,11 +120,11 @@ def _guess(lines: list[str]) -> Format | None:
         if any(":" in rest for rest in behind):
             if all(_is_header([cell]) for cell in cells):
                 return "pairs"
-            # The first line may be a header, or a row "user" with an item "book".
+            # Ambiguous: the first line may be a header, or a row "user" with an item "book".
             return None if _is_header(cells) else _with_colons(lines)
         if _is_header(cells):
             return "pairs"
-        # If each line has one feature, reading it as text would give equal rows.
+        # If each line has a single feature, both formats give equal rows.
         return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None
     for delimiter in DELIMITERS:
         counts = {line.count(delimiter) for line in lines}
@@ -137,9 +137,10 @@ def _guess(lines: list[str]) -> Format | None:
 
 
 def _with_colons(lines: list[str]) -> Format | None:
-    """Distinguishes text from pairs for lines with one TAB, some with a ':' after it.
+    """Decides between the formats text and pairs for lines with one TAB, some with ':' after it.
 
-    In pairs an item may contain a ':', like `spotify:track:1`, `http://shop/1` or `12:30`.
+    In the format pairs, an item may contain ':', like `spotify:track:1`, `http://shop/1` or
+    `12:30`.
     """
     rows = [line.partition("\t")[0] for line in lines]
     behind = [line.partition("\t")[2] for line in lines]
@@ -149,14 +150,14 @@ def _with_colons(lines: list[str]) -> Format | None:
         return "text"
     repeated = len(set(rows)) < len(rows)  # in the text format a row has one line
     slashes = max(sum(e.startswith("//") for e in each) for each in entries)
-    # Parts of times like `12:30` also occur at several positions.
+    # The two numbers of a time like `12:30` may occur at both positions, unlike parts of a name.
     are_clocks = all(re.fullmatch("[0-9]{2}", entry) for entry in flat)
     if not (repeated or slashes or are_clocks) and _stand_anywhere(entries):
         return "text"
     first = {each[0] for each in entries if len(each) > 1}
     sizes = {len(each) for each in entries}
     several = sum(len(each) > 1 for each in entries)
-    # A begin common to all lines is a scheme, not an item, if the remainders differ.
+    # If all lines begin with the same part and then differ, this part is a URI scheme, no item.
     has_scheme = several > 1 and len(sizes) == len(first) == 1 < len(set(behind))
     if slashes == 1 or has_scheme:
         return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None
@@ -166,7 +167,7 @@ def _with_colons(lines: list[str]) -> Format | None:
 
 
 def _stand_anywhere(entries: list[list[str]]) -> bool:
-    """Whether an entry occurs at two positions of lines, as items do and parts of names do not."""
+    """Whether an entry occurs at two positions of lines: items do, and parts of names do not."""
     places = collections.defaultdict(set)
     for each in entries:
         for place, entry in enumerate(each):

@@ -33,7 +33,7 @@ from sparsejax.data.files.opening import (
 from sparsejax.data.files.spelling import is_text
 from sparsejax.data.files.values import parse_times, plain_text
 
-# Formats of lines. `skip_bad_lines` leaves out whole lines of them, not single events.
+# Formats in which `skip_bad_lines` drops whole lines instead of single events.
 LINES = ("text", "pairs", "adjacency")
 
 _AHEAD = 4  # batches that are prefetched
@@ -149,7 +149,7 @@ def find_format(source: Any, asked: Asked) -> str:
 
 
 def _first(source: Any) -> Any:
-    """The first path of a list of paths; other sources as they are."""
+    """The first path of a list of paths; any other source unchanged."""
     if isinstance(source, list | tuple) and source and is_path(source[0]):
         return source[0]
     return source
@@ -188,7 +188,7 @@ def _plain_type(type_: pa.DataType) -> pa.DataType:
 
 
 def _with_lists(cells: Cells, separator: str) -> Cells:
-    """Splits cells of text at a separator into lists."""
+    """Splits text cells at a separator, so that they become lists."""
     columns = dict(cells.columns)
     for role, column in cells.columns.items():
         if role == "user" or not is_text(_plain_type(column.type)):
@@ -214,7 +214,7 @@ def check_times(path: Path, columns: Columns | None, with_time: bool) -> None:
 
 
 def _files(open_one: Callable[[Piece, Asked], Source]) -> _Decoder:
-    """Turns a function that opens one file into one that opens several with equal columns."""
+    """Converts a function that opens one file to one that opens several files of equal columns."""
 
     def open_all(path: Path, pieces: list[Piece], asked: Asked) -> Source:
         first = open_one(pieces[0], asked)
@@ -260,7 +260,7 @@ def _adjacency(piece: Piece, asked: Asked) -> Source:
 def _lines(
     path: Path, asked: Asked, parse: Callable[[ByteStream], Iterator[Cells]]
 ) -> Source:
-    """Opens a file with a whole row on each line."""
+    """Opens a file in a format whose lines are whole rows."""
     if asked.needs_time:
         raise DataError.at(path, f"the format {find_format(path, asked)} has no times")
     check = Check(encoded=False)
@@ -276,7 +276,7 @@ def _without_bad_lines(
     check: Check | None,
     **layout: Any,
 ) -> WithoutLines:
-    """Finds lines that `parse` or `check` refuses; returns the file without them."""
+    """Returns the file without the lines for which `parse` or `check` raises an error."""
     state = check
 
     def attempt(stream: ByteStream) -> None:
@@ -380,7 +380,8 @@ def _parquet(path: Path, pieces: list[Piece], asked: Asked) -> Source:
     layout = _table_layout(first, schema, asked)
     rows = parquet.first_rows(files, layout.columns)
     layout, _ = _settled(layout, asked, rows)
-    # `prepare` counts faults and feeds a slow engine; its events need not fit in memory.
+    # For `prepare`, row groups are read one by one in a thread: its events need not fit in memory,
+    # and its engine is slower than the reader.
     read = _batches if asked.wrong is None else _ahead
 
     def cells() -> Iterator[Cells]:
@@ -425,7 +426,7 @@ def _settled(
 def _typed(
     path: Path, layout: tables.TableLayout, cells: Iterator[Cells], asked: Asked
 ) -> Source:
-    """Makes a source from cells of typed columns."""
+    """Makes a source from cells of columns that have types."""
     check_times(path, layout.source, asked.needs_time)
     check = Check(
         layout.source,
@@ -444,7 +445,7 @@ def _batches(
     *,
     by_group: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """Yields batches of a file; with `by_group` at most one row group is in memory."""
+    """Yields batches of a file. With `by_group`, row groups are read one at a time."""
     with file.open(one_group=by_group) as opened:
         tables.check_layout(file, opened, layout)
         rows = max(opened.metadata.num_rows, 1)
@@ -458,7 +459,7 @@ def _batches(
 def _ahead(
     file: parquet.ParquetPath, layout: tables.TableLayout, bar: tqdm
 ) -> Iterator[pa.RecordBatch]:
-    """Yields batches of a file by row groups, and prefetches a few of them in a thread."""
+    """Yields batches of a file, row group by row group. A thread prefetches a few batches."""
     batches = _batches(file, layout, bar, by_group=True)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         ahead = collections.deque(
@@ -471,7 +472,7 @@ def _ahead(
 
 _Decoder = Callable[[Path, list[Piece], Asked], Source]
 
-# For each format, the function that opens a source.
+# The function that opens a source, for each format.
 _DECODERS: dict[str, _Decoder] = {
     "text": _files(_text),
     "adjacency": _files(_adjacency),

@@ -114,7 +114,7 @@ class Events:
             raise
 
     def _beside(self, block: Block) -> list[pa.Array]:
-        """The numbers of a block's events, and their further columns."""
+        """Arrays with a number for each event of the block, and its columns without a role."""
         if self.take is None:
             return []
         places = np.arange(self._place, self._place + len(block.rows))
@@ -148,7 +148,7 @@ class Events:
 
 
 def _plain(type_: pa.DataType) -> pa.DataType:
-    """The type of a column in the batches that an engine gets."""
+    """The type that a column has in the batches for an engine."""
     if pa.types.is_dictionary(type_):
         return type_.value_type
     return pa.large_string() if pa.types.is_null(type_) else type_

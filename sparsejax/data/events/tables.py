@@ -44,7 +44,7 @@ from sparsejax.data.files.spelling import (
 )
 from sparsejax.data.files.values import plain_text, time_problem
 
-# First rows in which a time is searched.
+# Number of rows in which the first time is searched.
 _PROBED = 100
 
 # Rows that are parsed at a time.
@@ -76,7 +76,7 @@ class TableLayout:
     has_lists: bool
     time: str | None = None
     source: Columns | None = dataclasses.field(default=None, compare=False)
-    # Not in the `repr` of a layout, because fingerprints of data contain that.
+    # Excluded from `repr`, because fingerprints of data contain the `repr` of a layout.
     path: Path = dataclasses.field(default="", compare=False, repr=False)
     optional: Mapping[str, str | None] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
@@ -122,7 +122,7 @@ def find_table_layout(
       DataError: a column is missing or not clear, or its type is not possible for its role.
       ValueError: a column has two roles.
     """
-    # pandas stores an index without a name in a column of this name.
+    # pandas writes an index without a name as a column with this prefix.
     known = [f for f in schema if not f.name.startswith("__index_level_")]
     columns = [
         SourceColumn(
@@ -225,14 +225,14 @@ def settle_time(
 def _check_type(
     path: Path, column: SourceColumn, type_: pa.DataType, role: str, has_lists: bool
 ) -> None:
-    """Raises DataError if the type of a column is not possible for its role."""
+    """Raises DataError if a column's type does not suit its role."""
     suits, what = {
         "user": (is_name, "text or integers"),
         "item": (is_name, "text or integers"),
         "value": (_is_value, "numbers"),
         "time": (_is_time, "numbers, dates or text of ISO 8601"),
     }[role]
-    # A row with lists may have one time for all its items.
+    # If items are lists, a row may have a single time for all of them.
     in_list = has_lists and role != "user" and (role != "time" or is_list(type_))
     if in_list != is_list(type_) or not suits(inner_type(type_)):
         wanted = f"lists of {what}" if in_list else what
@@ -253,7 +253,7 @@ def check_layout(place: ParquetPath, file: pq.ParquetFile, layout: TableLayout) 
       layout: layout of the first file.
     """
     path, schema = place.path, place.columns(file)
-    # If the file also lacks items, `find_table_layout` raises that error below.
+    # If the file has no column of items, `find_table_layout` below raises a better error.
     optional = layout.optional.items() if layout.item in schema.names else ()
     for role, name in optional:
         has_other = name is not None
@@ -278,7 +278,7 @@ def check_layout(place: ParquetPath, file: pq.ParquetFile, layout: TableLayout) 
 def _named_for(
     role: str, path: Path, schema: pa.Schema, layout: TableLayout
 ) -> str | None:
-    """The name of the file's column that has a known name for a role, or None."""
+    """The name of a column of the file that is a known name for the role, or None."""
     found = find_table_layout(
         path,
         schema,
@@ -291,7 +291,7 @@ def _named_for(
 
 
 def _differ(role: str, name: str, having: Path, lacking: Path) -> NoReturn:
-    """Raises the error about a column that one file has and another lacks."""
+    """Raises an error about a column that only one of two files has."""
     ignore = {
         "value": "ignore values: indicator=True",
         "time": "leave times out: time=None",

@@ -13,9 +13,9 @@ from sparsejax.data.files.opening import DataError, Path
 from sparsejax.options.reading import BY_NAME, Column, TimeColumn
 from sparsejax.sparse import CSR
 
-# Known names of columns, by role. They are compared without case, white space, "_", "-" and
-# ".", in the singular or the plural. Names of users and items may also have a word for a key
-# before or after them: `id_user`, `ItemID`, `product_code`.
+# Known column names for each role. The comparison ignores case, white space, "_", "-", "." and a
+# plural "s". A word for a key may be added to names of users and items: `id_user`, `ItemID`,
+# `product_code`.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "user": (
         *("user", "uid", "customer", "account", "visitor", "client", "buyer"),
@@ -43,8 +43,8 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 _KEYS = ("id", "key", "code", "no", "number")
 _ROLE_OF = {word: role for role, words in SYNONYMS.items() for word in words}
 
-# Names of times that consist of two words, like `order_timestamp` and `clicked_at`. They count
-# only if no column has a name of `SYNONYMS`.
+# Words that are combined to names of times, like `order_timestamp` and `clicked_at`. Such names
+# count only if no column has a name of `SYNONYMS` for times.
 _DONE = (
     *("order", "event", "purchase", "buy", "click", "view", "visit", "watch", "listen"),
     *(
@@ -67,7 +67,7 @@ _TIMES = {
     for time in ("time", "timestamp", "date", "datetime", "ts", "at", "on", "dt")
 }
 
-# Names of columns whose low values often express a dislike.
+# Names of columns in which low values often express a dislike.
 _OPINIONS = {"rating", "score", "star", "overall", "preference"}
 
 
@@ -106,9 +106,9 @@ class Chosen:
 
 
 _SHOWN = 100  # most columns that a message lists
-# Names of columns that usually say whether there was a click.
+# Names of columns that usually contain 1 for a click and 0 for none.
 _LABELS = {"label", "labels", "click", "clicks", "clicked", "is_click", "is_clicked"}
-# The bound keeps the header of a small compressed file from taking minutes.
+# Most columns of a file: the header of a small compressed file could otherwise take minutes.
 _MAX_COLUMNS = 2**16
 
 
@@ -268,7 +268,7 @@ def role_of(name: str) -> str | None:
 
 
 def _known_role(name: str) -> str | None:
-    """The role of a name in `SYNONYMS`, also with a table's name before it: `orders.user_id`."""
+    """The role of a name by `SYNONYMS`, also if a table's name precedes it: `orders.user_id`."""
     for each in (name, _bare_name(name)):
         for word in _forms(each):
             if word in _ROLE_OF:
@@ -277,12 +277,12 @@ def _known_role(name: str) -> str | None:
 
 
 def _bare_name(name: str) -> str:
-    """Removes a table's name before a column's name, which Hive and databases export."""
+    """Removes a table's name from a column name, as exports of Hive and databases have it."""
     return re.sub(r"^\w+\.(?=\w+$)", "", name.strip())
 
 
 def _forms(name: str) -> set[str]:
-    """The words to look up for a name: in the singular, and without words for a key."""
+    """Spellings of a name to look up: in the singular, and without a word for a key."""
     word = "".join(c for c in name.lower() if c not in "_-." and not c.isspace())
     forms = {word, word.removesuffix("s")}
     for key in _KEYS:
@@ -401,7 +401,7 @@ def find_beside(
 
 
 def _hint_of_clicks(names: Iterable[str | None], before: str) -> str:
-    """A hint to train a click model, if a column has a name of labels; otherwise ""."""
+    """Advice to train a click model, if a column name is typical of labels; otherwise ""."""
     for name in names:
         if name is not None and name.lower() in _LABELS:
             return f"{before}if {name!r} has 1 for a click and 0 for none, train model='dlrm'"
@@ -447,7 +447,7 @@ def _position(
     column: int | str,
     line: int | None,
 ) -> int:
-    """The position of a column that the caller chose by number or by name."""
+    """The position of the column that the caller chose by its number or name."""
     if isinstance(column, int):
         if 0 <= column < len(columns):
             return column

@@ -16,7 +16,7 @@ import scipy.sparse
 from sparsejax.data.files import arrow
 from sparsejax.sparse import CSR, as_int32
 
-# Arrays of equal length, by name: of NumPy; names of rows may also be an Arrow array.
+# NumPy arrays of equal length, by name. Names of rows may also be an Arrow array.
 Leaves = Mapping[str, Any]
 
 

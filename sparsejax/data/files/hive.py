@@ -14,7 +14,7 @@ from sparsejax.data.files import arrow
 
 _FOLDER = re.compile(r"([^=]+)=(.*)")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-# Metadata that marks a column in a schema as one from the names of folders.
+# Metadata of a schema's field: the column's values come from the names of folders.
 _OF_FOLDER = {b"sparsejax": b"folder"}
 _TYPE = pa.dictionary(pa.int32(), pa.string())
 

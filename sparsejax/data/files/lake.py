@@ -26,14 +26,15 @@ from sparsejax.data.files.opening import DataError
 from sparsejax.data.files.stores import Place
 
 _SPARK = "write its rows as plain Parquet by Spark, and give that folder"
-# A pattern of paths in the folder of each format. If several match, the first format counts.
+# For each format, a pattern of relative paths in its folders. The first format that matches is
+# used.
 _FORMATS = {
     "Delta": r"_delta_log(/.*)?",
     "Iceberg": r"metadata/[^/]+\.metadata\.json",
     "Hudi": r"\.hoodie(_partition_metadata|/.*)?",
     "Paimon": r"snapshot/(LATEST|snapshot-[0-9]+)",
 }
-# Glob patterns of paths in the folder of each format, for a cluster that looks for them.
+# For each format, a glob pattern of relative paths, with which a cluster finds its folders.
 PATTERNS = {
     "Delta": "_delta_log",
     "Iceberg": "metadata/*.metadata.json",
@@ -43,8 +44,8 @@ PATTERNS = {
 _MARKS = "|".join(f"(?P<{kind}>{mark})" for kind, mark in _FORMATS.items())
 _TABLE = re.compile(f"(?:(?P<folder>.*?)/)?(?:{_MARKS})")
 _ID = b"PARQUET:field_id"  # key of a column's field ID in the schema of a file
-# Delta's reader features that need no support here, and one that concerns only some files,
-# which are checked.
+# Features of Delta's reader that the files of a table may use without support here. Deletion
+# vectors concern only some files, so each file is checked.
 _DELTA_FEATURES = {"timestampNtz", "v2Checkpoint", "vacuumProtocolCheck"}
 _VECTORS = "deletionVectors"
 
@@ -170,13 +171,13 @@ def folders_above(path: str) -> Iterator[str]:
 
 
 def _tables_in(below: Iterable[str]) -> dict[str, str]:
-    """The format of each table that has one of these paths, by the table's folder."""
+    """Finds tables by relative paths of their files. Returns formats by the tables' folders."""
     found: dict[str, str] = {}
     for path in below:
         if match := _TABLE.fullmatch(path):
             folder, kind = match["folder"] or "", match.lastgroup
             assert kind is not None
-            # Some tools write the logs of several formats for the same files.
+            # Some tools write logs of several formats for the same data files.
             found[folder] = min(kind, found.get(folder, kind), key=list(_FORMATS).index)
     return found
 
@@ -210,7 +211,7 @@ def files_of(place: Place, kind: str, below: Collection[str]) -> list[TableFile]
 
 @contextlib.contextmanager
 def _read_by(package: str, place: Place, kind: str) -> Generator[None]:
-    """Turns errors of a package that reads tables into a `DataError` that names the table."""
+    """Converts errors of a package that reads tables to a `DataError` that names the table."""
     text = f"{place.path}: is a table of {kind}, whose log says which files hold; to read it, "
     try:
         with needing(f"{text}{package} is needed", "lake"):
@@ -353,7 +354,7 @@ def _newest_metadata(place: Place, below: Collection[str]) -> str:
 
 
 def _store_options(place: Place) -> dict[str, str]:
-    """Converts the options in an address for pyarrow to options of pyiceberg."""
+    """Converts options in an address, written for pyarrow, to options of pyiceberg."""
     parts = urllib.parse.urlsplit(os.fspath(place.path))
     given = dict(urllib.parse.parse_qsl(parts.query))
     scheme = given.get("scheme", "https")
@@ -368,14 +369,14 @@ def _store_options(place: Place) -> dict[str, str]:
 
 
 def _inner(place: Place, path: str) -> str:
-    """Converts a path in a table's log to a path in the table's file system."""
+    """Converts a path in a table's log to a path in the file system of the table."""
     if re.match("[a-z0-9]+:/", path):
         return re.sub("^[a-z0-9]+:(//)?", "", path)
     return path if path.startswith("/") else f"{place.inner.rstrip('/')}/{path}"
 
 
 def _cell(value: Any, type_: pa.DataType) -> pa.Scalar:
-    """Converts the value of a partition. Iceberg stores its dates and times as integers."""
+    """Converts a partition's value to a scalar. Iceberg stores dates and times as integers."""
     if isinstance(value, int) and pt.is_date(type_):
         return pa.scalar(value, pa.int32()).cast(type_)
     if isinstance(value, int) and pt.is_temporal(type_):

@@ -15,12 +15,12 @@ from sparsejax.data.files.names import Names, utf8
 
 _WORD, _LENGTH = 8, 4  # bytes of a word, and of a stored length
 _MOST_WORDS = 32  # most words of a name in a record
-# Files of predictors contain results of these factors and of `_hashed`: do not change them.
+# Files of predictors contain hashes, so neither these factors nor `_hashed` may change.
 _FACTOR, _MORE = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _ALL_BITS = (1 << 64) - 1
 _HALF = np.uint64(32)  # bits of a word
 _WORDS = struct.Struct("<Q")
-# Up to this number, names are found faster one by one than by NumPy's calls.
+# For at most this many names, a Python loop is faster than calls of NumPy.
 _FEW = 12
 
 
@@ -99,7 +99,7 @@ class NameIndex:
         self._width = width = min(max(_words(most), 1), _MOST_WORDS)
         data = encoded + bytes(_WORD * width)
         words = _first_words(data, ends[:-1], lengths, width)
-        # The last two records are of the empty name, and of no name.
+        # The last two records are the empty name, and a record that no name equals.
         records = np.zeros((count + 2, 1 + width), np.uint64)
         records[:-2, 0] = _shown(lengths)
         records[:-2, 1:] = words
@@ -120,7 +120,7 @@ class NameIndex:
         is_there = np.zeros(count + 1, bool)  # -1, a free slot, marks the last element
         is_there[self.table] = True
         others = np.flatnonzero(~is_there[:-1]).tolist()
-        # Python reads single numbers faster from memory views than from arrays.
+        # Python reads single elements faster from memory views than from arrays.
         self._views = memoryview(self.shifts), memoryview(self.table)
         self._others = {self._name(place): place for place in others}
 
@@ -128,7 +128,7 @@ class NameIndex:
         return self._encoded[self._ends[place] : self._ends[place + 1]]
 
     def _fill(self, hashes: np.ndarray) -> None:
-        """Chooses the shifts and fills the table. Names with equal hashes get no slot."""
+        """Chooses the shifts and fills the table. Of names with equal hashes, none gets a slot."""
         waiting = np.arange(len(hashes), dtype=np.int32)
         groups = (hashes & self._groups).astype(np.int64)
         claims = np.empty_like(self.table)
@@ -146,7 +146,7 @@ class NameIndex:
             waiting = waiting[left]
 
     def _slots(self, hashes: np.ndarray) -> np.ndarray:
-        """The slot for each hash: hash >> 32, plus shift * (hash >> 7 | 1), modulo the table's size."""
+        """Slots of hashes: hash >> 32, plus shift * (hash >> 7 | 1), modulo the table's size."""
         slots = hashes >> np.uint64(7)
         slots |= np.uint64(1)
         slots *= self.shifts.take((hashes & self._groups).view(np.int64))
@@ -208,7 +208,8 @@ class NameIndex:
         starts = ends - lengths - _LENGTH
         size = int(ends[-1]) if len(ends) else _LENGTH
         text = np.empty(size + room, np.uint8)
-        # NumPy assigns in this order, so each name overwrites the padding of the previous one.
+        # NumPy assigns in ascending order, so each name overwrites the padding of the previous
+        # name.
         every = np.ndarray(size + 1 - _LENGTH, f"V{_LENGTH + room}", text, strides=(1,))
         every[starts] = records.view(_within(self._width))["text"]
         for at in np.flatnonzero(lengths > room).tolist():
@@ -230,7 +231,7 @@ class Places(dict[str, int]):
 
     def find(self, names: Sequence[str]) -> np.ndarray:
         """`[names]` int64: the position of each name, -1 if it is absent."""
-        # `map` runs this loop in C: a request may have thousands of names. NumPy converts a
+        # A request may have thousands of names: `map` runs this loop in C, and NumPy converts a
         # list much faster than an iterator.
         found = np.array([*map(self.get, names, itertools.repeat(-1))], np.int64)
         absent = np.flatnonzero(found < 0)
@@ -242,7 +243,7 @@ class Places(dict[str, int]):
                 places = [*map(self._index.place, asked)]
             found[absent] = places
             pairs = zip(asked, places, strict=True)
-            # Unknown names are not cached, because their number has no bound.
+            # Unknown names are not cached, because there may be arbitrarily many.
             self.update((name, place) for name, place in pairs if place >= 0)
         return found
 
@@ -332,7 +333,7 @@ def _mixed(hashed: np.ndarray) -> np.ndarray:
 
 
 def _words(count: int | np.integer) -> int:
-    """The number of words that hold `count` bytes."""
+    """The number of words needed for `count` bytes."""
     return -(-int(count) // _WORD)
 
 
@@ -356,18 +357,18 @@ def _first_words(
 
 @functools.cache
 def _masks(width: int) -> np.ndarray:
-    """For each length of a name, the bit mask of the words' bytes that belong to the name."""
+    """For each length of a name, a bit mask that keeps its bytes and clears the padding."""
     size = _WORD * width
     is_name = np.arange(size) < np.arange(size + 1)[:, None]
     return (is_name * np.uint8(255)).view(f"V{size}").ravel()
 
 
 def _within(width: int) -> np.dtype:
-    """A dtype of records with a field `text`: the length in four bytes, and the name."""
+    """A dtype that views a record; its field `text` is the length in four bytes and the name."""
     before, text = _WORD - _LENGTH, _LENGTH + _WORD * width
     return np.dtype([("before", f"V{before}"), ("text", f"V{text}")])
 
 
 def _shown(lengths: np.ndarray) -> np.ndarray:
-    """The first word of each record, which has the length in its upper half."""
+    """The first word of each name's record: the length in the upper 32 bits."""
     return lengths.astype(np.uint64) << _HALF

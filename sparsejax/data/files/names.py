@@ -46,7 +46,8 @@ def as_names(names: Iterable[object] | pa.Array) -> Names:
             return names
         if names.dtype.kind in "iu":
             return names.astype(_TEXT)
-    # Elements stay NumPy scalars: a float32 holds fewer exact integers than a Python float.
+    # Elements stay NumPy scalars: `_spelled` must know if a float is a float32, which represents
+    # fewer integers exactly.
     names = list(names)
     is_plain = set(map(type, names)) <= {str} and all(names)
     found = names if is_plain else _spelled(names)
@@ -165,7 +166,7 @@ def find_names(names: Names, among: Names) -> np.ndarray:
 
 def find_texts(texts: pa.Array, among: pa.Array) -> np.ndarray:
     """`find_names` for Arrow arrays: the positions of texts, -1 for an absent text or null."""
-    # The function is pc.index_in(...), which type checkers cannot see.
+    # This calls pc.index_in, which type checkers do not know.
     lookup = pc.SetLookupOptions(value_set=among)
     found = pc.call_function("index_in", [texts], lookup)
     absent = arrow.from_numbers(np.full(len(texts), -1, np.int32))
@@ -245,7 +246,7 @@ class NameEncoder:
 
     def _fold(self) -> None:
         merged = pa.concat_arrays([self._known, *self._waiting]).dictionary_encode()
-        # Known names come first and keep their codes.
+        # Known names come first in the dictionary, so their codes do not change.
         final = arrow.numbers(merged.indices)
         self._known = merged.dictionary
         self._settled += [final[codes] for codes in self._provisional]

@@ -31,21 +31,21 @@ class ByteStream(Protocol):
     def read(self, size: int = ..., /) -> bytes: ...
 
 
-# Large enough that NumPy's cost for each call is negligible, and small enough that temporary
-# arrays, about ten times as large as a block, take little memory.
+# Bytes of a block. In large blocks the overhead of NumPy's calls is negligible; in small ones the
+# temporary arrays, about ten times as large as the block, take little memory.
 BLOCK_BYTES = 8 * 2**20
 
-# A longer line is an error, so that a small compressed file cannot fill the memory.
+# A longer line is an error; otherwise a small compressed file could fill the memory.
 MAX_LINE_BYTES = 64 * 2**20
 
 _HEAD_BYTES = 64 * 2**10
 
 _XZ_BYTES = 2**18  # bytes that are read at a time
-# First bytes of compressed files.
+# First bytes that identify compressed files.
 _GZIP, _XZ, _ZSTD = b"\x1f\x8b", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"
 _BZ2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", re.DOTALL)
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
-# Patterns of the first bytes of compressed formats that are not read.
+# Patterns of the first bytes of unsupported compressed formats.
 _OTHERS = {
     "lz4": rb"\x04\x22\x4d\x18",
     "7z": rb"7z\xbc\xaf\x27\x1c",
@@ -78,7 +78,7 @@ class DataError(ValueError):
         return error
 
 
-# Largest share of bad lines with `skip_bad_lines`; more are an error.
+# `skip_bad_lines` raises an error if the share of bad lines is larger.
 MAX_BAD_SHARE = 0.01
 _MANY_BAD = 1000  # with more bad lines, the share is checked before the file's end
 
@@ -135,7 +135,8 @@ class WithoutLines(os.PathLike[str]):
         """The numbers of bad lines for each kind of fault; the key is an example of the fault."""
         found: dict[str, tuple[str, list[int]]] = {}
         for line, problem in sorted(self.problems.items()):
-            # Advice (for the author of the file) and cells are removed from the text.
+            # Only the kind of fault is kept: advice to the author of the file, cells and numbers
+            # are removed.
             text = re.split(r" \((?!row|feature)|; |, [\d,]+ times in all", problem)[0]
             kind = re.sub(r"'[^']*'|\d[\d,.]*", "", text)
             found.setdefault(kind, (text, []))[1].append(line)
@@ -154,7 +155,7 @@ _SHOWN = 3  # lines of each kind of fault that a message lists
 
 
 class _WithBlankLines:
-    """A stream with blank lines in place of left-out lines and of lines that are not text."""
+    """A stream that replaces bad lines, and lines that are not UTF-8 text, by blank lines."""
 
     def __init__(self, stream: ByteStream, file: WithoutLines):
         self._stream, self._file = stream, file
@@ -168,7 +169,7 @@ class _WithBlankLines:
                 self._rest += chunk
                 if len(self._rest) <= MAX_LINE_BYTES:
                     continue
-                # Its reader raises the error about its length.
+                # The line is passed on, so that its reader raises an error about its length.
                 data, self._rest = self._rest, b""
                 return data
             data, self._rest = self._rest + chunk[:cut], chunk[cut:]
@@ -274,7 +275,7 @@ def open_data(path: Path) -> Generator[ByteStream]:
 
 
 def _check_compression(path: Path, first: bytes) -> None:
-    """Raises DataError if the first bytes are those of a compression that is not read."""
+    """Raises DataError if the first bytes are those of an unsupported compressed format."""
     for name, magic in _OTHERS.items():
         if re.match(magic, first, re.DOTALL):
             raise DataError.at(
@@ -296,7 +297,7 @@ def _only_file(path: Path, file: io.BufferedReader) -> Generator[zipfile.ZipExtF
     """
     with zipfile.ZipFile(file) as archive:
         names = [info for info in archive.infolist() if not info.is_dir()]
-        # macOS adds a file with metadata for each file.
+        # For each file, macOS adds a file with metadata to the archive.
         names = [info for info in names if not info.filename.startswith("__MACOSX/")]
         if problem := others.of_names([info.filename for info in names]):
             raise DataError.at(path, problem)
@@ -317,7 +318,7 @@ def _only_file(path: Path, file: io.BufferedReader) -> Generator[zipfile.ZipExtF
 
 
 class _Zstd(io.RawIOBase):
-    """Reads the frames of a zstd file, a piece at a time."""
+    """Decompresses a zstd file, a piece at a time."""
 
     def __init__(self, file: io.BufferedReader):
         import pyarrow as pa  # imported here, because other formats do not need it
@@ -338,7 +339,7 @@ class _Zstd(io.RawIOBase):
 
 
 class _Xz(io.RawIOBase):
-    """Reads the streams of an xz file one after the other, with padding between them.
+    """Decompresses all streams of an xz file in order, with padding between them.
 
     `lzma.LZMAFile` ignores damage after the first stream.
     """

@@ -14,7 +14,7 @@ _AS_OBJECTS = 'write objects, like {"user": "ann", "item": "tea"}, or CSV'
 _AS_TABLE = "read it by {}, and give the table in place of the path"
 _AS_MATRIX = "read it by {}, and give the matrix to SparseDataset.from_scipy"
 
-# For each binary format: a pattern of its first bytes, its name, and the remedy.
+# For each unsupported binary format: a pattern of its first bytes, its name, and the remedy.
 _BINARY = (
     (rb"\x93NUMPY", "a NumPy array (.npy)", _AS_TABLE.format("numpy.load")),
     (rb"\x80[\x02-\x05]", "a pickle", "load it, and give the table in it"),
@@ -54,9 +54,9 @@ def of_names(names: Collection[str]) -> str | None:
     return None
 
 
-# Patterns of text formats, for each line or for the first one.
+# Patterns of unsupported text formats: for every line, or for the first line.
 _LIBSVM = re.compile(r"[^\s:]+( qid:\d+)?( \d+(:\d+)?:[-+.\deE]+)+ *(#.*)?")
-# A tag alone may be the name of an item, like <unk>: then other cells follow it.
+# A tag may be the name of an item, like <unk>. Then the line has other cells after it.
 _TAGS = "html|head|body|title|table|div|h1|pre|script"
 _MARKUP = rf"<([!?]|({_TAGS})[ />]|[a-zA-Z][\w:.-]*( [^<>]*)?/?>(<|$)|\w+( \w+=|$))"
 _TOML = r"\[\[?[\w.-]*[a-zA-Z_][\w.-]*\]\]?$"
@@ -71,7 +71,7 @@ _FIRST = (
     (r"\{$", "JSON over several lines", _AS_LINES),
 )
 _ARFF = re.compile(r"@(relation|attribute)\s", re.IGNORECASE)
-# The patterns match whole beginnings of statements: an item may be called "insert into the blank".
+# The patterns match more than the keywords: an item may be called "insert into the blank".
 _SQL_NAME = r"\s+(if\s+(not\s+)?exists\s+)?(\"[^\"]+\"|`[^`]+`|[^\s(,;]+)\s*"
 _SQL = re.compile(
     rf"insert\s+into{_SQL_NAME}(\(|(values|select)\b|$)"
@@ -81,9 +81,9 @@ _SQL = re.compile(
     re.IGNORECASE,
 )
 _RULE = re.compile(r"[ |+:-]*-{2,}[ |+:-]*")
-# This pattern counts in the second line only: '-' also stands for a missing cell.
+# This pattern is used only for the second line: '-' may also stand for a missing cell.
 _SHORT_RULE = re.compile(r"\|?( *:?-+:? *\|)+( *:?-+:? *)?")
-# First lines in which an SQL statement, or the rule below a table's header, is searched.
+# Number of lines in which an SQL statement, or the rule below a table's header, is searched.
 _NEAR = 20
 
 
@@ -119,7 +119,7 @@ def _of_lines(lines: list[str]) -> tuple[str, str] | None:
     if first.startswith("+-") and _RULE.fullmatch(first):
         return "a table as a database prints it", _AS_CSV
     for above, line in itertools.pairwise(lines[:_NEAR]):
-        # A table of one column has no '|'; its header is then the file's first line.
+        # A table with a single column has no '|'. Its rule must then be the second line.
         rule = line.strip()
         if (_RULE.fullmatch(rule) and ("|" in above or above is lines[0])) or (
             _SHORT_RULE.fullmatch(rule) and above is lines[0]
@@ -130,7 +130,7 @@ def _of_lines(lines: list[str]) -> tuple[str, str] | None:
             return "a table of psql or markdown", remedy
     if all(map(_LIBSVM.fullmatch, lines)):
         return "libsvm", _AS_MATRIX.format("sklearn.datasets.load_svmlight_file")
-    # The header of a TSV file with an index also lacks a first name, but has a TAB in its place.
+    # In a TSV file with an index, the first cell of the header is also empty, but a TAB follows.
     is_indented = first != lines[0].rstrip() and "\t" not in lines[0]
     if len(lines) > 1 and is_indented and _are_numbered(lines):
         return "a printed data frame", "write CSV by its to_csv, or give the frame"
@@ -138,7 +138,7 @@ def _of_lines(lines: list[str]) -> tuple[str, str] | None:
 
 
 def _are_numbered(lines: list[str]) -> bool:
-    """Whether lines begin with 0, 1, ... and have one cell more than the header."""
+    """Whether lines after the header begin with 0, 1, ... and have one more cell than it."""
     cells = [line.split() for line in lines[:_NEAR]]
     numbers = [each[0] for each in cells[1:]]
     return numbers == list(map(str, range(len(numbers)))) and all(

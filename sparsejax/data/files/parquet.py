@@ -26,8 +26,8 @@ from sparsejax.whole_files import whole_file
 
 _FEW = 100
 
-# Name of a prepared folder's file that lists its parts, and the key in the schema of each part
-# for the identity of its folder.
+# Name of the file in a prepared folder that lists its parts. The schema of each part stores the
+# identity of its folder under the key.
 MANIFEST = "manifest.json"
 PART_KEY = b"sparsejax.folder"
 
@@ -168,7 +168,7 @@ class ParquetPath:
 
 @dataclasses.dataclass
 class _Footer:
-    """A cache for the metadata of a file; None before they are read."""
+    """A cache for the metadata of a file; they are None until they are read."""
 
     metadata: pq.FileMetaData | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -197,7 +197,7 @@ def opened(
             metadata=metadata,
             page_checksum_verification=True,
             pre_buffer=pre_buffer,
-            # In nanoseconds, times before 1677 and after 2262 would overflow.
+            # Nanoseconds would overflow for times before 1677 or after 2262.
             coerce_int96_timestamp_unit="us",
         ) as file:
             yield file
@@ -271,7 +271,7 @@ def files_below(path: Path, *, plain: str | None = None) -> list[ParquetPath]:
     for info in sorted(found, key=lambda info: info.path):
         below = os.path.relpath(info.path, inner)
         hidden = any(part[0] in "_." for part in below.split("/"))
-        # Spark, `touch` and interrupted uploads leave files of 0 bytes.
+        # Files without bytes are skipped: Spark, `touch` and interrupted uploads leave them.
         if info.type == pa.fs.FileType.File and info.size and not hidden:
             whole = os.path.join(folder, below)
             file = ParquetPath(whole, filesystem, info.path, info.size)
@@ -282,7 +282,7 @@ def files_below(path: Path, *, plain: str | None = None) -> list[ParquetPath]:
 def _of_table(
     place: stores.Place, kind: str, below: dict[str, pa.fs.FileInfo]
 ) -> list[ParquetPath]:
-    """The files with the current rows of a table, and their sizes; see `lake.files_of`."""
+    """The files with the current rows of a lake table, and their sizes; see `lake.files_of`."""
     filesystem, sizes = place.filesystem, {i.path: i.size for i in below.values()}
     files = []
     for file in lake.files_of(place, kind, below):

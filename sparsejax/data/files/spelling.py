@@ -18,7 +18,7 @@ from sparsejax.data.files import arrow
 
 # A decimal with up to this number of digits fits in int64.
 _INT64_DIGITS = 18
-# DuckDB's integers of 128 bits, in its lossless export to Arrow.
+# DuckDB's types of 128-bit integers in its lossless export to Arrow.
 _HUGE = {"hugeint": True, "uhugeint": False}  # whether the type has a sign
 
 
@@ -148,7 +148,7 @@ def _huge(names: pa.Array, signed: bool) -> pa.Array:
 
 
 def _distinct(names: pa.Array, spell) -> pa.Array:
-    """Converts names to text by a function that is called once for each distinct name."""
+    """Converts names to text by `spell`, which is called once for each distinct name."""
     codes = names.dictionary_encode()
     texts = [spell(name) for name in codes.dictionary.to_pylist()]
     return pa.DictionaryArray.from_arrays(codes.indices, pa.array(texts, pa.string()))

@@ -46,13 +46,13 @@ from sparsejax.data.files.opening import DataError, Path
 from sparsejax.sparse import CSR, as_int32
 
 VERSION = 1
-# Version of the form for histories with weights or columns of events.
+# Version of files with histories that have weights or event columns.
 _VERSION_OF_EVENTS = 2
 _EVENTS_KEY = b"sparsejax.events"
 EVENTS, USERS = "events/", "users/"
 _CATEGORIES = "categories/"
 
-# Rows of a row group, about 30 MB. A row group can be read without the others.
+# Number of rows in a row group, about 30 MB. A row group can be read without the others.
 _GROUP_ROWS = 2**16
 _CHECKSUM_KEY = b"sparsejax.dataset.crc32"
 
@@ -71,7 +71,7 @@ _LISTS = pa.list_(pa.large_list(pa.int32()))  # type of a column of events with 
 _TIMES = (pa.int64(), pa.float64(), pa.timestamp("us"))
 
 
-# Columns of entries, in the order of a file.
+# Columns of entries, in their order in a file.
 _ENTRIES = ("indices", "values", "times", "order", "first_times")
 
 
@@ -223,7 +223,7 @@ def id_lists(flat: np.ndarray, indptr: np.ndarray, size: int) -> CSR:
       indptr: `[examples + 1]` offsets of the lists.
       size: number of different ids.
     """
-    # The constructor would require ascending columns.
+    # The constructor is not called, because it requires that a row's columns ascend.
     leaves = (None, flat, as_int32("indptr", indptr), None)
     return CSR.tree_unflatten(size, leaves)
 
@@ -278,7 +278,7 @@ def read_rows(path: Path, form: Form, *, events: bool = False) -> StoredRows:
         check_schema(path, file.schema_arrow, form, events=events)
         rows = _read_table(path, file)
         try:
-            # Pages have checksums of their own, but the offsets of pages have none.
+            # Parquet has checksums for the content of pages, but none for their offsets.
             if file.schema_arrow.metadata.get(_CHECKSUM_KEY) == _checksum(rows):
                 return rows
             if not form.ordered:
@@ -442,7 +442,7 @@ def types_in(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
 
 
 def _empty(type_: pa.DataType) -> np.ndarray:
-    """An empty array with the dtype of a column's entries."""
+    """An empty array with the dtype that a column of entries has."""
     inner = type_.value_type if pa.types.is_list(type_) else type_
     return arrow.numbers(pa.nulls(0, inner))
 

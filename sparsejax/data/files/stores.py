@@ -110,7 +110,7 @@ class Place:
         """
         with naming(self.path):
             try:
-                # A stream would send many small requests to a store.
+                # Opening a stream instead would send many small requests to a store.
                 with self.filesystem.open_input_file(self.inner) as file:
                     return file.read()
             except (FileNotFoundError, NotADirectoryError):
@@ -134,11 +134,12 @@ class Place:
                 file.flush()
                 os.fsync(file.fileno())
             return
-        # The system removes this file if the process is killed.
+        # The operating system removes this file even if the process is killed.
         with tempfile.TemporaryFile() as file:
             yield file
             file.flush()
-            # In one call: a signal between two calls would publish a partial file.
+            # A single call uploads the file. If a signal interrupted a series of writes, the store
+            # would publish a partial file.
             pa.fs.copy_files(
                 path_of(file),
                 self.inner,

@@ -13,15 +13,15 @@ import pyarrow.types as pt
 from sparsejax.data.files import arrow
 from sparsejax.data.files.names import to_arrow
 
-# Numbers as Arrow's parser accepts them. Python's float() accepts more, such as `1_000`.
+# The numbers that Arrow's parser accepts. Python's float() accepts more, such as `1_000`.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _COMMA = r"[+-]?\d+,\d+"
 _SLASHED = re.compile(r"^(\d{4})/(\d{2})/(\d{2})", re.ASCII)
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.ASCII | re.IGNORECASE)
 
 
-# The functions below use `call_function`, because pyarrow.compute makes its functions at
-# import, where type checkers cannot see them.
+# The functions below use `call_function`: pyarrow.compute creates its functions at import, so
+# type checkers do not know them.
 
 
 def trim(texts: pa.Array) -> pa.Array:
@@ -66,7 +66,7 @@ def value_problem(text: str) -> str | None:
     return None
 
 
-# Arrow types of times in the order in which they are tried, and the name of their kind.
+# Arrow types of times in the order in which they are tried, each with the name of its kind.
 _TIMES = [
     (pa.int64(), "number"),
     (pa.float64(), "number"),
@@ -132,7 +132,7 @@ def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
         return None
     for to, kind in wanted:
         try:
-            # Nanoseconds are cut to microseconds, which is no error.
+            # Nanoseconds are rounded down to microseconds. This loss is no error.
             found = times.cast(
                 to, safe=not (pt.is_timestamp(type_) and type_.unit == "ns")
             )

@@ -37,7 +37,7 @@ def xxh64(texts: pa.LargeStringArray) -> np.ndarray:
 
 
 def _of_one_length(texts: np.ndarray) -> np.ndarray:
-    """`[n]` hashes for `texts: [n, length]` bytes. Sums and products are modulo 2^64."""
+    """`[n]` uint64 hashes of `texts: [n, length]` bytes. Arithmetic is modulo 2^64."""
     count, length = texts.shape
 
     def lane(at: int, size: int) -> np.ndarray:

@@ -73,7 +73,7 @@ class DataFile:
     groups: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        # The pattern keeps the path inside the folder.
+        # The pattern excludes paths that lead out of the folder.
         if not re.fullmatch(r"(train|test)/[\w-][\w.-]*", self.path, re.ASCII):
             raise ValueError(
                 f'"path" is {self.path!r}, which is not a file of a part of the folder'
@@ -235,7 +235,7 @@ class DataFolder:
                 try:
                     found = Manifest.from_json(where.below(MANIFEST).path, text)
                 except DataError:
-                    # Other programs also write files called manifest.json.
+                    # Another program may have written this manifest.json.
                     if not any(map(_VOCABULARIES.fullmatch, where.names())):
                         continue
                     raise
@@ -328,7 +328,7 @@ class DataFolder:
 
 
 def _no_rows() -> Entries:
-    # This is not a constant, because pyarrow imports pandas when it makes its first array.
+    # A module constant would make an array at import, for which pyarrow imports pandas.
     return Entries(
         np.zeros(1, np.int64),
         {"indices": np.empty(0, np.int32), "values": np.empty(0, np.float32)},
@@ -337,7 +337,7 @@ def _no_rows() -> Entries:
 
 
 def _check_bytes(file: ParquetPath) -> None:
-    """Raises DataError unless a file has the checksum that the manifest states."""
+    """Raises DataError if a file's checksum differs from the manifest's."""
     checksum = 0
     with (
         stores.naming(file.path),
@@ -385,7 +385,7 @@ def read_rows(group: Group) -> Entries:
 
 
 def _is_of_part(schema: pa.Schema) -> bool:
-    """Whether a file has the columns and types that `PartWriter` writes."""
+    """Whether a file's schema has the columns and types that `PartWriter` writes."""
     types = {field.name: field.type for field in schema}
     lists = [types.get("indices"), types.get("values", pa.list_(pa.float32()))]
     return (

@@ -26,11 +26,11 @@ from sparsejax.data.files.stores import Place, crc32, path_of
 from sparsejax.data.prepared.folder import DataFile, Manifest, Part
 from sparsejax.sparse import as_int32
 
-# Numbers of entries of a row group, which is read as a whole, and of a file.
+# Most entries of a row group, which is read as a whole, and most entries of a file.
 GROUP_ENTRIES, FILE_ENTRIES = 2**20, 2**26
 
 
-# Names of columns in `Entries`, by their names in the batches of an engine.
+# Names of columns in an engine's batches, and their names in `Entries`.
 _COLUMNS = {
     "number": "users",
     "code": "indices",
@@ -44,7 +44,7 @@ _COLUMNS = {
 }
 
 
-# Columns of entries that files have, in addition to columns of events.
+# Columns of entries in a file, besides event columns.
 _STORED = ("indices", "values", "times")
 
 
@@ -72,7 +72,7 @@ def whole_users(batches: Iterable[Leaves]) -> Iterator[Entries]:
         users = batch["users"]
         if not len(users):
             continue
-        # The last user may continue in the next batch.
+        # Further entries of the last user may be in the next batch.
         begin = int(np.searchsorted(users, users[-1]))
         if waiting and (begin or users[0] != waiting[-1]["users"][-1]):
             yield _by_user(joined([*waiting, taken(batch, slice(0, begin))]))
@@ -117,7 +117,7 @@ def rows_of(
 
 
 def _table(rows: Entries) -> pa.Table:
-    """Converts rows to a table with the columns of a file."""
+    """Converts rows to a table with the columns that files have."""
     ends = arrow.from_numbers(as_int32("indptr", rows.indptr))
     columns = {"row": rows.of_rows["names"]}
     for name, leaf in rows.columns.items():
@@ -199,7 +199,7 @@ class PartWriter:
         stack: contextlib.ExitStack,
         numbers: range | None = None,
     ):
-        """`stack` closes the open file. `numbers` are for names of files; by default 0, 1, ..."""
+        """`stack` closes open files; `numbers` (default 0, 1, ...) are for their names."""
         self._numbers = range(sys.maxsize) if numbers is None else numbers
         self._folder, self._part, self._identity = folder, part, identity
         self._stack = stack
@@ -214,7 +214,7 @@ class PartWriter:
         """Adds rows with `indices` and `names`, perhaps `values` and `left_out`."""
         if "left_out" in rows.of_rows:
             self.left_out += int(rows.of_rows["left_out"].sum())
-        # Each row counts one entry more, because an empty row also takes space.
+        # A row counts as its entries plus 1, because an empty row also takes space.
         ends = rows.indptr[1:] + np.arange(1, len(rows.indptr))
         start = 0
         while start < len(ends):
@@ -235,7 +235,7 @@ class PartWriter:
         self._finish_file()
 
     def _write_waiting(self) -> None:
-        """Writes the rows that are still in memory as a row group."""
+        """Writes the buffered rows as a row group."""
         if not self._waiting:
             return
         table = pa.concat_tables(map(_table, self._waiting))
@@ -275,7 +275,7 @@ class PartWriter:
 
 
 def _write_vocabulary(file: Place, names: Names, rows: np.ndarray) -> None:
-    """Writes the file of the items, each with the number of rows that have it."""
+    """Writes the vocabulary's file: each item, and the number of rows that contain it."""
     table = pa.table({"item": to_arrow(names), "rows": arrow.from_numbers(rows)})
     with file.writing() as opened:
         pq.write_table(table, opened, compression="zstd", write_page_checksum=True)
@@ -307,7 +307,7 @@ def _check_no_other(folder: Place, manifest: Manifest) -> None:
 def _written(
     file: IO[bytes], name: str, groups: tuple[tuple[int, int], ...]
 ) -> DataFile:
-    """The manifest's description of a complete file that is still open."""
+    """Describes a file for the manifest, after its last byte was written."""
     file.flush()
     size = file.tell()
     return DataFile(path=name, size=size, crc32=crc32(path_of(file)), groups=groups)

@@ -59,11 +59,11 @@ from sparsejax.options.reading import Prepare, Preparing
 from sparsejax.whole_files import temporary_folder, whole_folder
 
 _BATCH = 2**18  # sorted entries that are read from the engine at a time
-# Bytes of the engine's memory for each event that it groups at once. DuckDB 2.0 keeps up to 8
-# bytes for each event that it cannot spill (github.com/duckdb/duckdb/issues/22578).
+# Bytes that the engine's memory must have for each event that is grouped at once. DuckDB 2.0 keeps
+# up to 8 bytes per event that it cannot spill (github.com/duckdb/duckdb/issues/22578).
 BYTES_PER_EVENT = 32
 _BUCKET_BITS = 4
-# Options that have no effect on histories, with their defaults.
+# Defaults of options that have no effect on histories.
 _OF_ITEMS = {
     "value": None,
     "indicator": False,
@@ -118,13 +118,13 @@ class Cut:
         if self.time is None or times is None:
             return None
         time = split.as_time(self.time, times)
-        # A time beyond the range of integers is before or after all times.
+        # A time that int64 cannot represent stays a float, and is before or after all times.
         return int(time.astype(np.int64)) if isinstance(time, np.datetime64) else time
 
     def keys(self, items: Names) -> np.ndarray | None:
         """`[items]` numbers of the items by which the split chooses; None if not needed."""
         if self.last is not None:
-            # If times are equal, the item whose name is greater counts as later.
+            # Among events with equal times, the item whose name sorts last is the latest.
             rank = np.empty(len(items), np.int64)
             rank[np.argsort(items, stable=True)] = np.arange(len(items))
             return rank
@@ -306,7 +306,7 @@ def check_same(before: DataFolder, identity: str) -> Manifest:
 
 @contextlib.contextmanager
 def _writing(out: Path, before: DataFolder | None) -> Generator[Place]:
-    """Yields the folder to write to. A local one appears when the block has ended."""
+    """Yields the folder to write to. A local folder is published when this context closes."""
     if is_address(out) or before is not None:
         yield Place.of(out)
         return
@@ -316,7 +316,7 @@ def _writing(out: Path, before: DataFolder | None) -> Generator[Place]:
 
 @contextlib.contextmanager
 def _engine(folder: Place, memory: str | None) -> Generator[Any]:
-    """Opens a DuckDB database that spills data beyond the memory to a temporary folder."""
+    """Opens a DuckDB database that spills to a temporary folder if its memory is full."""
     with needing("preparing data needs DuckDB", "prepare"):
         import duckdb
 
@@ -327,7 +327,7 @@ def _engine(folder: Place, memory: str | None) -> Generator[Any]:
     )
     with temporary_folder(beside) as spill, duckdb.connect() as engine:
         engine.execute("SET temp_directory = $1", [os.fspath(spill)])
-        # By default DuckDB takes a thread for each core of the machine, even under `taskset`.
+        # By default DuckDB uses a thread for each core of the machine, even under `taskset`.
         [[threads]] = engine.execute("SELECT current_setting('threads')").fetchall()
         cores = len(processors.usable())
         engine.execute("SET threads = $1", [min(threads, cores)])
@@ -350,20 +350,20 @@ def _engine(folder: Place, memory: str | None) -> Generator[Any]:
 
 @dataclasses.dataclass
 class _Preparation:
-    """The steps from a stream of events to the files of a folder."""
+    """Groups a stream of events by user, splits them and writes the files of a folder."""
 
     repeats: ClassVar[bool] = False  # whether a user's pairs may have an item again
     engine: Any
     events: Stream
     cut: Cut
     settings: dict[str, Any]
-    # Events that are not held out, as their users had the items before.
+    # Events after the cut that are not held out, because the user had the item before.
     repeated: int = dataclasses.field(default=0, init=False)
 
     def run(
         self, folder: Place, known: Names | None, done: DataFolder | None
     ) -> Manifest:
-        """Writes the folder, or compares the events with those of a complete folder."""
+        """Writes the folder; if `done` is complete, only checks that its events are equal."""
         before = self.cut.before(self.events.times)
         pairs = self._frequent(self._pairs(before))
         identity = self._identity(self._run(self._content(pairs, before)))
@@ -381,7 +381,7 @@ class _Preparation:
                 self._check_values(entries, users, names)
                 of_items = None if keys is None else keys[entries.indices]
                 parts = self._parts(entries, users, of_items, before)
-                # Codes from `size` on are items that the vocabulary lacks.
+                # Codes from `size` on stand for items that the vocabulary does not contain.
                 columns = np.where(entries.indices < size, entries.indices, -1)
                 yield entries.replaced(indices=columns), users, parts
 
@@ -416,15 +416,15 @@ class _Preparation:
         }
 
     def _content(self, pairs: str, before: Any) -> str:
-        """The query for the number of entries and a hash over them."""
+        """SQL for the number of entries and a hash of all of them."""
         return queries.content(queries.DUCKDB, pairs, **self._which(before))
 
     def _items(self, pairs: str, before: Any) -> str:
-        """The query for all items and their counts."""
+        """SQL for all items and their counts."""
         return queries.items(pairs, sides=before is not None)
 
     def _entries(self, pairs: str, before: Any) -> Iterator[Leaves]:
-        """The entries in batches, sorted by user and column."""
+        """Yields the entries in batches, sorted by user and column."""
         return map(
             leaves_of, self._stream(queries.entries(pairs, **self._which(before)))
         )
@@ -432,12 +432,12 @@ class _Preparation:
     def _parts(
         self, entries: Entries, users: pa.Array, keys: np.ndarray | None, before: Any
     ) -> dict[Part, np.ndarray]:
-        """Assigns entries of whole users to parts: for each part a mask `[entries]`."""
+        """Assigns entries of whole users to parts. Returns a mask `[entries]` for each part."""
         del before
         return self.cut.parts(entries, users, keys)
 
     def _stated(self) -> dict[str, Any]:
-        """The fields of the manifest that are for histories only."""
+        """Fields of the manifest that only histories have."""
         return {}
 
     def _pairs(self, before: Any) -> str:
@@ -454,7 +454,7 @@ class _Preparation:
         return "pairs"
 
     def _check_events(self) -> None:
-        """Raises DataError if events are wrong, or if there are none."""
+        """Raises DataError if an event is wrong, or if there are no events."""
         events = self.events
         if events.wrong.counts and not self.settings["skip_bad_lines"]:
             raise DataError.at(
@@ -467,7 +467,7 @@ class _Preparation:
             )
 
     def _number(self, pairs: str, names: Names) -> None:
-        """Makes the tables `codes` and `people`, with numbers for items and users."""
+        """Makes the tables `codes` and `people`, which number items and users."""
         codes = arrow.from_numbers(np.arange(len(names), dtype=np.int32))
         given = pa.table({"item": to_arrow(names), "code": codes})
         self.engine.register("given", given)  # visible to this connection only
@@ -475,18 +475,18 @@ class _Preparation:
         self._make("people", queries.people(queries.DUCKDB, pairs))
 
     def _most(self) -> int:
-        """The number of events that the engine can group at once."""
+        """The number of events that the engine can group at once in its memory."""
         limit = "parse_formatted_bytes(current_setting('memory_limit'))"
         [[limit]] = self._run(f"SELECT {limit}")
         return max(limit // BYTES_PER_EVENT, 1)
 
     def _group_in_buckets(self, grouped: str, single: str, most: int) -> None:
-        """Groups the table `pairs` and the remaining events, some users at a time.
+        """Groups the table `pairs` and the events that are not read yet, by buckets of users.
 
         Args:
-          grouped: query that groups the table `{}`.
-          single: subquery for the events in the form of pairs.
-          most: number of events to read at once.
+          grouped: query that groups the rows of a table; `{}` stands for the table.
+          single: subquery that selects events as pairs.
+          most: number of events that are read at once.
         """
         [[spill]] = self._run("SELECT current_setting('temp_directory')")
         folder = os.path.join(spill, "buckets")
@@ -505,7 +505,7 @@ class _Preparation:
             shutil.rmtree(os.path.join(folder, bucket))
 
     def _consume(self, query: str, most: int | None) -> None:
-        """Runs a query over the next events, which it reads as the table `events`."""
+        """Runs a query in which the table `events` has the next events, at most `most` of them."""
         self.engine.register("events", self.events.reader(most))
         try:
             self._run(query)
@@ -520,7 +520,7 @@ class _Preparation:
         return f" but wrong ones: {self.events.wrong}" if counts else ""
 
     def _frequent(self, table: str) -> str:
-        """The table of the pairs whose user and item are frequent enough."""
+        """The name of a table with the pairs whose user and item are frequent enough."""
 
         def chosen(table: str, column: str, least: int) -> tuple[str, int]:
             following = f"{table}_"
@@ -535,7 +535,7 @@ class _Preparation:
     def _vocabulary(
         self, found: pa.Table, known: Names | None
     ) -> tuple[Names, np.ndarray, int]:
-        """The items, first those of the vocabulary; the vocabulary's counts, and its size."""
+        """Names of all items, those of the vocabulary first; the counts of these; their number."""
         names, counts = (
             as_names(found["item"]),
             arrow.numbers(found["n"].combine_chunks()).astype(np.int64),
@@ -570,7 +570,7 @@ class _Preparation:
             )
 
     def _identity(self, content: list[tuple]) -> str:
-        """A hash of the content (see `queries.content`) and the settings."""
+        """A hash of the settings and of the content (see `queries.content`)."""
         facts = [VERSION, self.settings, content]
         text = json.dumps(facts, sort_keys=True).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
@@ -589,16 +589,16 @@ class _Preparation:
         return self.engine.sql(query).to_arrow_table()
 
     def _stream(self, query: str) -> Iterator[pa.RecordBatch]:
-        """Yields the rows of a result by a cursor, so that other queries can run meanwhile."""
+        """Yields a result in batches. Its own cursor permits other queries in the meantime."""
         yield from self.engine.cursor().sql(query).to_arrow_reader(_BATCH)
 
 
 @dataclasses.dataclass
 class _Histories(_Preparation):
-    """The steps from a stream of events to files of histories.
+    """Sorts a stream of events to histories, splits them and writes the files of a folder.
 
     Attributes:
-      counter: counter of categories in the columns of events; None if there are none.
+        counter: counter of categories in event columns; None if there are no such columns.
     """
 
     repeats: ClassVar[bool] = True
@@ -617,7 +617,7 @@ class _Histories(_Preparation):
 
     @functools.cached_property
     def _of_events(self) -> Events | None:
-        """Types and categories of the columns of events, as empty `Events`, after all are read."""
+        """Types and categories of the event columns, as empty `Events`, after all events."""
         return None if self.counter is None else self.counter.finish()
 
     def _content(self, pairs: str, before: Any) -> str:
@@ -639,7 +639,7 @@ class _Histories(_Preparation):
         }
 
     def _leaves(self, batch: pa.RecordBatch) -> Leaves:
-        """The columns of a batch of sorted events, by name."""
+        """The columns of a batch of sorted events, by their names in `Entries`."""
         found, like = dict(leaves_of(batch)), self.events.times
         times = found.pop("latest", None)
         if times is not None and like is not None:
@@ -670,7 +670,7 @@ class _Histories(_Preparation):
 
 
 class _Names:
-    """A reader of users' names, which must be requested in ascending order."""
+    """Reads users' names, in ascending order of the users' numbers."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch]):
         self._batches = batches
@@ -679,7 +679,7 @@ class _Names:
         self._num_waiting = 0
 
     def take(self, users: np.ndarray) -> pa.Array:
-        """The names of the users from the first that was not taken to the last of `users`."""
+        """Names of the next users, up to the user with the number `users[-1]`."""
         count = int(users[-1]) + 1 - self._first
         while self._num_waiting < count:
             names = next(self._batches).column("name").cast(pa.large_string())

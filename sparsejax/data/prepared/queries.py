@@ -38,8 +38,8 @@ class Dialect:
     hash: str
 
 
-# Sums are float32, as in the files: Spark adds in no fixed order, so float64 sums would differ
-# in the last bits from one computation to the next.
+# Sums are cast to float32, as in the files. Spark adds in an arbitrary order, so float64 sums
+# would differ in their last bits between computations.
 SPARK = Dialect(
     total="CAST(sum({value}) AS FLOAT)",
     latest="CAST(max_by({value}, struct({time}, {value})) AS FLOAT)",
@@ -171,7 +171,7 @@ def facts(*, valued: bool, timed: bool, sides: bool) -> dict[str, str]:
 
 
 def _is_before(column: str, time: float) -> str:
-    # Written as a bare literal, infinity would be read as the name of a column.
+    # SQL reads a bare `inf` as the name of a column.
     literal = f"CAST('{time}' AS DOUBLE)" if isinstance(time, float) else f"{time}"
     return f"{column} < {literal}"
 

@@ -188,7 +188,7 @@ def read_user_features(
 
 
 def _schema_of(path: Path, table: pa.Table, user: str) -> EventSchema:
-    """Makes a schema for columns of users from the types of a table's columns.
+    """Makes a schema of user columns from the types of a table's columns.
 
     Raises:
       DataError: the column of users is missing, or no other column can be used.
@@ -217,7 +217,7 @@ def _schema_of(path: Path, table: pa.Table, user: str) -> EventSchema:
 
 
 def _column_of(column: pa.Array) -> DenseColumn | None:
-    """The `DenseColumn` for a column of numbers; None if no number is finite."""
+    """The `DenseColumn` for a column of numbers; None if none of its numbers is finite."""
     numbers = arrow.numbers(column.cast(pa.float64(), safe=False).drop_null())
     if not len(numbers := numbers[np.isfinite(numbers)]):
         return None
@@ -226,7 +226,7 @@ def _column_of(column: pa.Array) -> DenseColumn | None:
 
 
 def _are_titles(column: pa.Array) -> bool:
-    """Whether texts are useless as categories, because most of them occur once."""
+    """Whether the texts of a column are no categories, because most of them occur only once."""
     counts = arrow.numbers(column.drop_null().value_counts().field("counts"))
     count = int(counts.sum())
     return count >= FEW_TEXTS and int((counts == 1).sum()) > ONCE * count

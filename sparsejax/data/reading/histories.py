@@ -20,15 +20,15 @@ from sparsejax.data.sets.dataset import SparseDataset
 from sparsejax.data.sets.event_schema import CONTEXT, USERS
 from sparsejax.data.sets.sequences import Histories, SequenceDataset
 
-# Names of the inputs. Times are an input if the model uses them and the data have them. Inputs
-# with columns of events have names that begin with `EVENTS`.
+# Names of a model's inputs. Times are an input if the model uses times and the data has them.
+# Event columns are inputs whose names begin with `EVENTS`.
 HISTORIES, TIMES, EVENTS = "histories", "times", "events/"
 
-# The shape of cells that a model takes, by the name of the column of events. Columns whose names
-# begin with `CONTEXT` or `USERS` have one cell for each history.
+# The shape of a cell in each column that a model reads, by the column's name. Columns whose
+# names begin with `CONTEXT` or `USERS` have one cell for each history.
 EventShapes = Mapping[str, tuple[int, ...]]
 
-# Types of arguments about items, such as `exclude`, where the data are histories.
+# Type of arguments that are sets of items, such as `exclude`, if the data is histories.
 Unordered = Source | SequenceDataset | str | None
 
 
@@ -83,7 +83,7 @@ def arrays_of(
 
 
 def _columns_of(data: Histories | SequenceDataset) -> dict[str, np.ndarray]:
-    """The columns of events, of the context of the next event, and of users, by name."""
+    """Event columns, columns of the context of the next event, and user columns, by name."""
     found = {} if data.events is None else dict(data.events.columns)
     if isinstance(data, Histories):
         return found
@@ -95,15 +95,15 @@ def _columns_of(data: Histories | SequenceDataset) -> dict[str, np.ndarray]:
 
 
 def _with_room(column: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Pads or cuts a column so that it has `shape` numbers for each event."""
+    """Pads or truncates the cells of a column to `shape`."""
     if not shape:
         if column.ndim == 1:
             return column
-        # An event without a category gets the id of a missing value.
+        # An event with an empty list gets the id of a missing value.
         return np.where(column[:, 0] < 0, MISSING, column[:, 0])
     [most] = shape
     if column.ndim == 1:
-        # A missing list becomes an empty one, even if no event has a list.
+        # A missing list is an empty list, also in data that has no lists.
         column = np.where(column == MISSING, -1, column)[:, None]
     column = column[:, :most]
     more = (0, most - column.shape[1])

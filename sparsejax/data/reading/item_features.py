@@ -37,18 +37,18 @@ from sparsejax.data.files.spelling import are_missing, is_name, is_text
 from sparsejax.data.sets.item_features import ItemFeatures
 
 _WORD = re.compile(r"\w+")
-# A column of text has titles, not categories, if a larger share of its texts occurs once. With
-# fewer texts this is not checked: three new products may have three categories.
+# A text column contains titles, not categories, if more than this share of its texts occur once.
+# Columns with fewer texts are not checked: three new products may have three categories.
 ONCE, FEW_TEXTS = 0.8, 20
-# Some exports write the largest number of a type in place of a missing number.
+# Some exports write a type's largest number in place of a missing number.
 _LARGEST = [float(np.finfo(kind).max) for kind in (np.float32, np.float64)]
-# In float64, squares of larger numbers overflow, and squares of their inverses underflow.
+# The squares of larger float64 numbers overflow, and the squares of their inverses underflow.
 _SQUARED = 1e150
-# Numbers that differ by less than this many deviations are equal in float32.
+# Numbers whose distance is less than this many deviations may be equal in float32.
 _ALIKE = 1e-6
 _EMPTY = "without any value"
 _LEAVE_EMPTY = "leave the cell empty where a number is missing"
-# Name for the column of lists in a JSON object like {"tea": [4, 7]}.
+# Name of the column made from the lists of a JSON object like {"tea": [4, 7]}.
 _ATTRIBUTES = "attributes"
 
 
@@ -239,11 +239,11 @@ class _Vectors(NamedTuple):
 
 
 class _NoContentError(Exception):
-    """A column cannot be used as a feature; the message says why.
+    """Raised if a column cannot be used as a feature; the message states the reason.
 
     Attributes:
-      is_fault: whether naming the column is then an error. An empty column may be named,
-        because new items are read with the columns of earlier items.
+      is_fault: whether it is an error to name the column. An empty column may be named: new
+        items are read with the columns of earlier items.
     """
 
     def __init__(self, why: str, *, is_fault: bool = False):
@@ -287,7 +287,7 @@ class _Read(NamedTuple):
         raise _NoContentError(f"{type_}, which is no content", is_fault=True)
 
     def tags(self, name: str, column: pa.Array, *, asked: bool) -> _Tags:
-        """Makes a tag of each cell, of its parts, or of the elements of its list."""
+        """Makes tags of a column: its cells, words of cells, or the elements of its lists."""
         rows = np.arange(len(column))
         text, several = is_text(column.type), is_list(column.type)
         if several:
@@ -364,7 +364,7 @@ class _Read(NamedTuple):
         mean, deviation = float(scaled.mean()), float(scaled.std())
         shape, zeros = (len(self.items), 1), 0 * rows
         if not deviation > 1e-12 * abs(mean):
-            # The value is kept, so that values of new items can be compared with it.
+            # The value is stored, so that values of new items can be compared with it.
             units = {name: (float(values[0]), 0.0)}
             matrix = scipy.sparse.csr_array(
                 (zeros.astype(np.float32), (rows, zeros)), shape=shape
@@ -441,10 +441,10 @@ class _Read(NamedTuple):
 def _once(
     path: Path, table: pa.Table, items: np.ndarray, columns: list[str]
 ) -> tuple[pa.Table, np.ndarray]:
-    """Removes rows that repeat an earlier row of their item; returns rows and items.
+    """Removes rows that repeat an earlier row; returns the other rows and their items.
 
     Raises:
-      DataError: two rows of an item differ.
+        DataError: two rows of an item are different.
     """
     distinct, codes = numbered(items)
     if len(distinct) == len(items):
@@ -484,7 +484,7 @@ def one_array(column: pa.ChunkedArray) -> pa.Array:
     if pt.is_dictionary(found.type):
         found = found.cast(found.type.value_type)
     if pt.is_fixed_size_list(found.type):
-        # A null in a column of lists of a fixed size has entries, which are dropped here.
+        # The entries of null lists, which lists of a fixed size store, are dropped by this cast.
         found = found.cast(pa.large_list(found.type.value_type))
     return found
 
@@ -508,7 +508,7 @@ def _item_column(path: Path, table: pa.Table, given: str | None) -> str:
 
 
 def _columns_of_items(known: list[str]) -> list[str]:
-    """The columns whose names are known for items; "item" has precedence."""
+    """Columns whose names are typical of items; only "item" if there is such a column."""
     found = [name for name in known if role_of(name) == "item"]
     return ["item"] if "item" in found else found
 
@@ -521,7 +521,7 @@ def _table(
     Args:
       piece: the file or the table.
       item: name of the column of items, or None.
-      names: names of further columns that are read as text from CSV.
+        names: further columns of a CSV file that are read as text.
     """
     path = piece.path
     if piece.table is not None:
@@ -537,7 +537,7 @@ def _table(
     if start.startswith(b"{"):
         try:
             first = json.loads(start.partition(b"\n")[0])
-        # An object of several lines, or a very long one.
+        # The object spans several lines, or is very long.
         except (ValueError, RecursionError):
             return _json(path)
         are_lines = any(role_of(name) in ("item", "user") for name in first)
@@ -548,10 +548,10 @@ def _table(
 
 
 def _with_folders(piece: Piece, table: pa.Table) -> pa.Table:
-    """Adds the columns from the names of a file's folders to the file's table."""
+    """Adds to a file's table the columns whose values are in the names of its folders."""
     constants = piece.constants.beside(table.column_names)
     for name in constants.texts:
-        # Arrow cannot concatenate dictionaries and null columns, so cells become plain text.
+        # Arrow can concatenate text columns with null columns, but not dictionaries.
         cells = constants.column(name, len(table)).cast(pa.string())
         table = table.append_column(name, cells)
     return table
@@ -613,7 +613,7 @@ def _csv(path: Path, item: str | None, names: Collection[str]) -> pa.Table:
         if first.count(b";") > first.count(b",")
         else ","
     )
-    # Names are read as text, as in events: otherwise Arrow would read "007" as the number 7.
+    # Names are read as text, like those of events: Arrow would convert "007" to the number 7.
     if item is None:
         header = io.StringIO(start.decode("utf-8-sig"), newline="")
         items = _columns_of_items(next(csv.reader(header, delimiter=delimiter)))
@@ -628,7 +628,7 @@ def _csv(path: Path, item: str | None, names: Collection[str]) -> pa.Table:
                 ),
                 convert_options=pyarrow.csv.ConvertOptions(
                     column_types=dict.fromkeys([*items, *names], pa.string()),
-                    # In a column of text "NA" is a text; in numbers it is a missing value.
+                    # "NA" is a text in a text column, and a missing value in a column of numbers.
                     strings_can_be_null=False,
                 ),
             )

@@ -45,7 +45,7 @@ def read_titles(
         }
     asked = Asked(Chosen(user=0, item=1, time=None), indicator=True)
     if is_path(source) and not is_parquet(source) and guess_clicks(source) == "pairs":
-        # A header, if there is one, becomes the title of an item that no model knows.
+        # A header, if any, is read as the title of an item that no model has.
         asked = dataclasses.replace(asked, format="pairs", header=False)
     found: dict[str, str] = {}
     empty = repeated = 0

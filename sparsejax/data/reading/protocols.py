@@ -114,7 +114,7 @@ def random_candidates(
         has = indices[start:end]
         free = whole.num_features - has.size
         places = np.sort(rng.choice(free, min(count, free), replace=False))
-        # The p-th free item is p plus the number of the row's items that come before it.
+        # The p-th item that is not in the row is p plus the number of the row's items before it.
         before = np.searchsorted(has - np.arange(has.size), places, side="right")
         drawn.append(places + before)
     lengths = [0, *map(len, drawn)]

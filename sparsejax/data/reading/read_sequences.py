@@ -139,7 +139,7 @@ def _accounted(data: SequenceDataset) -> SequenceDataset:
 def _saved(
     path: Path, chosen: Chosen, events: EventSchema | Events | None
 ) -> SequenceDataset | None:
-    """Reads a saved data set or a prepared folder; None if the path is neither."""
+    """Reads a saved data set or a prepared folder. Returns None for any other path."""
     if (folder := DataFolder.find(path, histories=True)) is not None:
         scanned = scan_folder(path, folder)
         names, left_out = folder.rows()
@@ -195,7 +195,7 @@ def _own(
     chosen: Chosen,
     events: EventSchema | Events | None,
 ) -> SequenceDataset:
-    """Applies the caller's arguments to saved histories: ids of `events`, and no times."""
+    """Applies the caller's arguments to saved histories: ids of `events`, or removal of times."""
     _check_own(path, chosen, events)
     if isinstance(events, Events):
         if data.events is None:

@@ -305,7 +305,7 @@ def _parquet(path: Path, asked: Asked, features: Features) -> SparseDataset:
 def _saved(
     path: Path, load: Callable[[], SparseDataset], asked: Asked, features: Features
 ) -> SparseDataset:
-    """Loads a saved data set by `load`, and applies the arguments of the caller to it."""
+    """Loads a saved data set by `load`, and applies the caller's arguments to it."""
     if asked.chosen:
         raise ValueError(
             f"{shown(path)}: is a saved data set, so it has no columns to name"

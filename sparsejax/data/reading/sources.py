@@ -21,9 +21,9 @@ Source = SparseDataset | CSR | scipy.sparse.sparray | scipy.sparse.spmatrix
 Dense = DenseDataset | np.ndarray | jax.Array
 Sources = Source | Mapping[str, Source | Dense]
 
-# The type of a model's `num_features`. With one input it is the number of features. With several
-# inputs it is a dict: for a sparse input the number of its features, for a dense input the shape
-# of a row, or its shape and dtype.
+# The type of a model's `num_features`. A model with one input has its number of features. A model
+# with several inputs has a dict by input: the number of features of a sparse input; the shape of a
+# dense input's row, or its shape and dtype.
 Features = int | Mapping[str, int | tuple[int, ...] | jax.ShapeDtypeStruct]
 
 
@@ -215,7 +215,7 @@ def _part(name: Any, source: Any) -> NamedCSR | NamedArray:
 
 
 def _advice(source: Any) -> str:
-    """Advice for the error about a caller that passed names in place of data; or ""."""
+    """Text for an error if a caller passed names in place of data, otherwise ""."""
     some: Any = source
     while isinstance(some, list | tuple | np.ndarray) and len(some):
         some = some[0]
@@ -229,7 +229,7 @@ def _advice(source: Any) -> str:
 
 
 def _first(parts: Mapping[str, NamedCSR | NamedArray]) -> NamedCSR | NamedArray:
-    """The first source with row names, otherwise the first source."""
+    """The first source that has row names; if there is none, the first source."""
     found = [part for part in parts.values() if part.row_names is not None]
     return [*found, *parts.values()][0]
 

@@ -182,7 +182,7 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
 
     @functools.cached_property
     def _groups(self) -> list[Group] | None:
-        """The row groups of all files, or None if a file is text."""
+        """The row groups of all files; None if a file is a text file."""
         found: list[Group] = []
         for path in as_paths(self.path):
             if not is_parquet(path):

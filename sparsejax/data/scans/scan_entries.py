@@ -31,7 +31,7 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
 
     @property
     def _events(self) -> Events | None:
-        """Types and categories of the columns of events to read, as empty `Events`, or None."""
+        """Types and categories of the event columns to read, as empty `Events`, or None."""
         return None
 
     if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
         return scan_tables.Vocabulary(self.feature_names)
 
     def _lists(self, names: Iterable[str]) -> list[str]:
-        """Chooses the columns to read among `names`, the columns of a saved file."""
+        """Selects the names of the columns to read among `names`, the columns of a saved file."""
         raise NotImplementedError
 
     def _decode(self, group: Group, low: int, high: int) -> Entries:
@@ -120,7 +120,7 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
         return Entries.of_lengths(lengths[0], columns)
 
     def _known(self, entries: Entries) -> Entries:
-        """Drops entries with unknown features, with a warning."""
+        """Drops entries of unknown features, with a warning."""
         is_known = entries.indices >= 0
         if is_known.all():
             return entries
@@ -197,13 +197,13 @@ class SavedFiles(NamedTuple):
         events = columns[0]
         for other in columns[1:]:
             if events is not None and other is not None:
-                # The result has room for the longest lists of all files.
+                # The joined `Events` has room for the longest list of any file.
                 events = events.joined(other)
         return cls(as_names(first[0]), first[1], tuple(groups), events)
 
 
 def _events_in(path: Path, file: pq.ParquetFile, form: stored.Form) -> Events | None:
-    """Types and categories of a saved file's columns of events, as empty `Events`, or None."""
+    """Types and categories of a saved file's event columns, as empty `Events`, or None."""
     schema = file.schema_arrow
     try:
         facts = codec.parse(stored.facts_in(schema) or "{}")
@@ -218,16 +218,16 @@ def _events_in(path: Path, file: pq.ParquetFile, form: stored.Form) -> Events | 
 
 
 def _are_alike(events: Events | None, others: Events | None) -> bool:
-    """Whether two files' columns of events have equal ids for their categories."""
+    """Whether the event columns of two files have equal ids for equal categories."""
     if events is None or others is None:
         return events is others
     return events.has_ids_of(others)
 
 
 def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
-    """A row group with its numbers of rows and entries, from the metadata where it has them.
+    """A row group with its numbers of rows and entries, read from metadata where possible.
 
-    After the last row of the data set, the names of rows are null.
+    Rows with null names follow the last row of the data set, and are not counted.
     """
     group = opened.metadata.row_group(number)
     columns = {
@@ -239,6 +239,6 @@ def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
         missing = statistics.null_count
     else:
         missing = opened.read_row_group(number, columns=["row"]).column(0).null_count
-    # Parquet counts each null list after the last row as a value.
+    # In `num_values`, Parquet counts each null list after the last row as one value.
     entries = columns["indices"].num_values - missing
     return Group(file, number, group.num_rows - missing, entries)

@@ -75,7 +75,7 @@ class ScannedDataset(ScannedEntries[CSR]):
         return self._shared(parts)[0]
 
     def _shared(self, parts: list[Entries]) -> tuple[CSR, float]:
-        """The matrix of all parts, and the share of entries whose item is in the vocabulary."""
+        """The matrix of all parts, and the share of entries whose items are in the vocabulary."""
         nothing = Entries.of(
             np.zeros(1, np.int64),
             indices=np.empty(0, np.int32),
@@ -90,7 +90,7 @@ class ScannedDataset(ScannedEntries[CSR]):
         if self.layout is None:
             return self._checked(rows, "is damaged: "), 1.0
         kept = self._known(rows)
-        # With int64 offsets SciPy would make the indices int64, too.
+        # With int64 offsets, SciPy would also convert the indices to int64.
         matrix = scipy.sparse.csr_array(
             (
                 kept.columns.get("values", np.ones(len(kept.indices), bool)),
@@ -103,7 +103,7 @@ class ScannedDataset(ScannedEntries[CSR]):
         with np.errstate(over="ignore"):  # CSR refuses infinite values
             values = None if self.indicator else matrix.data.astype(np.float32)
         merged = Entries.of(matrix.indptr, indices=matrix.indices, values=values)
-        # A sum of finite values may be infinite.
+        # Sums of finite values may overflow to infinity.
         return self._checked(merged, ""), len(kept.indices) / max(count, 1)
 
     def _checked(self, rows: Entries, problem: str) -> CSR:
@@ -194,7 +194,7 @@ def scan_parquet(
     valued = layout.value is not None
     scanned = ScannedDataset(path, names, not valued, chunk_rows, groups, layout)
     if features is not None:
-        # Reading a group also finds other mistakes early.
+        # Decoding the first group finds mistakes in the files early.
         first = scanned._decode(groups[0], 0, groups[0].rows)
         _, share = scanned._shared([first])
         if share == 0:

@@ -87,7 +87,7 @@ class ScannedSequences(ScannedEntries[Histories]):
 
     @property
     def _columns(self) -> dict[str, np.ndarray]:
-        """Empty columns of events, by their names in `Entries`."""
+        """Empty event columns, by their names in `Entries`."""
         return {} if self.events is None else named(self.events.columns)
 
     def _lists(self, names: Iterable[str]) -> list[str]:

@@ -25,7 +25,7 @@ from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.data.sets.events import EventCounter, Events, named
 from sparsejax.data.sets.vocabulary import vocabulary_order
 
-# Integer items are found by an array if its size is at most the first number, plus the second
+# Integer items are looked up in an array if its size is at most the first number plus the second
 # number for each name.
 _MOST_PLACES, _PLACES_PER_NAME = 2**22, 8
 
@@ -53,7 +53,7 @@ class Vocabulary:
             or items.type == pa.uint64()
         ):
             items = encoded_names(items, path)
-            # The function is pc.index_in(...), which type checkers cannot see.
+            # This calls pc.index_in, which type checkers do not know.
             lookup = pc.SetLookupOptions(value_set=self._names)
             known = items.dictionary
             if self._has_only_digits:
@@ -67,7 +67,7 @@ class Vocabulary:
 
 
 def _integers(names: pa.Array) -> np.ndarray | None:
-    """The names as int64 numbers, or None if a name is no integer."""
+    """Converts names to int64 numbers; None if one of them is not a plain integer."""
     try:
         numbers = names.cast(pa.int64())
     except pa.ArrowInvalid:
@@ -145,7 +145,7 @@ def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group
 
 
 def _group_of_pairs(group: Group, layout: TableLayout, last: Any) -> tuple[Group, Any]:
-    """Counts the rows that begin in a group of pairs; returns the group and its last user.
+    """Counts the users whose first pair is in a group. Returns the group and its last user.
 
     `last` is the last user of the previous group, or None.
     """
@@ -189,7 +189,7 @@ def _compare(how: str, a: pa.Array, b: pa.Array) -> np.ndarray:
 
 
 def _is_new(users: pa.Array) -> np.ndarray:
-    """`[pairs]` bool: whether the user differs from the user of the pair above."""
+    """`[pairs]` bool: whether a pair's user differs from the user of the previous pair."""
     return np.append(True, _compare("not_equal", users[1:], users[:-1]))
 
 
@@ -225,7 +225,7 @@ def read_rows(
 
 
 def _columns_of(block: Block, events: Events | None) -> dict[str, np.ndarray]:
-    """The columns of events of a block, by their names in `Entries`."""
+    """The event columns of a block, by their names in `Entries`."""
     if events is None or block.beside is None:
         return {}
     found = events.read(block.beside, events.schema.used)
@@ -238,7 +238,7 @@ def _columns_of(block: Block, events: Events | None) -> dict[str, np.ndarray]:
 
 
 def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
-    """Reads rows of a table of lists: their numbers of entries, and blocks of the entries."""
+    """Reads rows of a table of lists. Returns their numbers of entries, and blocks of entries."""
     table = _read(group, layout.columns)
     if table.num_rows != group.rows:
         raise group.file.changed()
@@ -248,7 +248,7 @@ def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
 
 
 def _read_pairs(group: Group, low: int, high: int, layout: TableLayout):
-    """`_read_lists` for a table of pairs, whose last row may continue in later groups."""
+    """`_read_lists` for a table of pairs. Its last row may continue in later row groups."""
     table = _read(group, layout.columns)
     begins = np.flatnonzero(
         _is_new(tables.plain_names(table.column(layout.user), group.file.path))
@@ -287,9 +287,9 @@ def _read(group: Group, columns: list[str], rows: int | None = None) -> pa.Table
 def _blocks(
     table: pa.Table, layout: TableLayout, group: Group, first: int
 ) -> list[Block]:
-    """Checks rows of a group as blocks; `first` is the number of the table's first row.
+    """Converts rows of a group to checked blocks. `first` is the number of the first row.
 
-    If there is a column of values, all entries must have a value.
+    If the table has a column of values, each entry must have a value.
     """
     entries = dataclasses.replace(layout, user=None)
     batches = [(group.file.path, table.to_batches())]

@@ -49,9 +49,10 @@ from sparsejax.data.sets.click_schema import (
 )
 
 _LARGEST = str(2**64 - 1)
-# Number of names after which waiting counts are added up.
+# Counts of new names are merged when so many names are waiting.
 _FOLD = 2**20
-# Signs that other software puts between the items of a list, and the number of checked cells.
+# Characters by which other software separates the items of a list, and how many cells are searched
+# for them.
 _SEPARATORS, _LOOKED_AT = "|;, ", 1000
 
 
@@ -226,7 +227,7 @@ def times_of(block: Cells, name: str, kind: str | None) -> tuple[np.ndarray, str
 
 
 def _numbers(block: Cells, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A column as `[examples]` float64, and bool: whether a value is missing.
+    """A column as `[examples]` float64, and as bool whether a value is missing.
 
     Null, NaN and an empty text are missing values, which become 0.
     """
@@ -291,7 +292,7 @@ def categories_of(block: Cells, name: str) -> Categories:
             row = int(np.searchsorted(np.cumsum(sizes), entry, side="right"))
         raise block.error(row, f"column {name!r} {problem}")
     texts = encoded_names(found, block.path)
-    # The dictionary of a file may contain a null.
+    # The dictionary of a dictionary column in a file may contain a null.
     known = texts.dictionary.fill_null("")
     if present.all():
         return Categories(pa.DictionaryArray.from_arrays(texts.indices, known), sizes)
@@ -343,7 +344,7 @@ def warn_of_lists(
 
 
 def _with_nulls(column: pa.Array) -> pa.Array:
-    """Replaces NaN by null; a dictionary of numbers is decoded."""
+    """Replaces NaN by null, and decodes a dictionary of numbers."""
     type_ = column.type
     if pt.is_dictionary(type_) and not spelling.is_text(type_.value_type):
         return _with_nulls(column.dictionary_decode())
@@ -410,7 +411,7 @@ class Numbering:
 
 
 def _keys(texts: pa.Array) -> np.ndarray:
-    """The ids of a `KeyColumn` for texts, `[texts]` uint64."""
+    """`[texts]` uint64 ids of texts in a `KeyColumn`."""
     found, sizes = xxh64(texts), lengths(texts)
     pattern = pc.MatchSubstringOptions(r"\A(0|[1-9][0-9]{0,19})\z")
     is_number = pc.call_function("match_substring_regex", [texts], pattern)

@@ -34,12 +34,12 @@ from sparsejax.data.scan import Group
 from sparsejax.data.sets.click_records import table_of
 from sparsejax.data.sets.click_schema import ClickSchema
 
-# Blocks are large, because each block costs one search of a vocabulary, which may be large.
+# Blocks are large, because for each block each vocabulary, which may be large, is searched once.
 BLOCK_BYTES = 32 * 2**20
 
 Paths = Path | Sequence[Path] | Any
 
-# A part of the error for a file that lacks a column.
+# Remedy in the error for a file that lacks a column.
 _REMEDY = "the schema needs it; for a text file without a header, give ClickSchema(columns=...)"
 
 

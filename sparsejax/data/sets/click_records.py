@@ -24,7 +24,7 @@ from sparsejax.data.sets.click_storage import Ids
 from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
 
-# Stands for the path of a file in messages.
+# Text that replaces a file's path in messages.
 _RECORDS = "records"
 
 
@@ -160,7 +160,7 @@ def _array(name: str, values: Any) -> pa.Array:
     try:
         try:
             found = pa.array(values, from_pandas=True)
-        # Integers beyond int64, which Arrow takes if the type is given.
+        # Arrow converts integers beyond int64 only if the type is given.
         except OverflowError:
             found = pa.array(values, pa.uint64())
     except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:

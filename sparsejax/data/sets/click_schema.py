@@ -12,7 +12,7 @@ from sparsejax import codec
 from sparsejax.data.files.names import Names
 from sparsejax.wide_ids import NUM_IDS
 
-# Ids of a vocabulary: a missing value, a rare or unknown category, and the first known one.
+# Ids in a vocabulary: of a missing value, of rare and unknown categories, of the first known one.
 MISSING, RARE, FIRST_KNOWN = 0, 1, 2
 
 
@@ -439,7 +439,7 @@ def check_columns(
 
 
 def _check_like(name: str, like: str, ids: Mapping[str, IdColumn]) -> None:
-    """Raises ValueError unless a column can share the categories of the column `like`."""
+    """Raises ValueError if a column cannot share the categories of the column `like`."""
     other = ids.get(like)
     if other is None:
         raise ValueError(
@@ -470,7 +470,7 @@ def columns_document(schema: HasColumns) -> dict[str, Any]:
 
 
 def _document(column: IdColumn | DenseColumn) -> dict[str, Any]:
-    """The JSON object of a column; unset `like` and `fixed` are left out."""
+    """The JSON object of a column, without `like` and `fixed` if they are unset."""
     found = codec.document(column)
     for name in ("like", "fixed"):
         if found.get(name, "") is None:

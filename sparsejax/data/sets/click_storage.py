@@ -34,10 +34,10 @@ from sparsejax.data.sets.click_schema import (
 from sparsejax.sparse import CSR
 
 _VERSION = 1
-# Optional parts of a data set.
+# Parts of a data set that are optional.
 BESIDE = ("times", "weights", "propensities")
 _TIME, _PROPENSITY = "time", "propensity"
-# Rows of a row group. A row group can be read without the others.
+# Number of rows in a row group. A row group can be read without the others.
 _GROUP_ROWS = 2**18
 
 Ids = np.ndarray | CSR
@@ -162,7 +162,7 @@ def facts_of(path: Path, schema: pa.Schema) -> Facts:
 
 
 def _check_facts(stated: Facts, clicks: ClickSchema, schema: pa.Schema) -> None:
-    """Raises ValueError unless a file's metadata, schema and columns match each other."""
+    """Raises ValueError if a file's metadata, schema and columns contradict each other."""
     if not 0 <= stated.rows < 2**63 or not 0 <= stated.crc32 < 2**32:
         raise ValueError('its metadata: "rows" or "crc32" is wrong')
     numbered = vocabularies_of(clicks).keys()
@@ -190,12 +190,12 @@ def _check_facts(stated: Facts, clicks: ClickSchema, schema: pa.Schema) -> None:
 
 
 def _vocabulary(name: str) -> str:
-    """The name of the column with the categories of a feature."""
+    """The name of the column that contains the categories of a feature."""
     return f"vocabulary/{name}"
 
 
 def _names_of(name: str, size: int, column: pa.ChunkedArray) -> Names:
-    """Reads the categories of a feature from their column, which ends in nulls."""
+    """Reads the categories of a feature. In a file, nulls pad their column to all rows."""
     found = column.slice(0, size)
     if len(found) != size or found.null_count:
         raise ValueError(f"{_vocabulary(name)} does not have the {size:,} names stated")

@@ -140,7 +140,7 @@ class ClickDataset:
                 raise ValueError(f"ids[{name!r}] has an id outside [0, {size:,})")
 
     def _check_labels(self) -> None:
-        """Raises ValueError unless labels have values that their columns allow."""
+        """Raises ValueError if a label has a value that its column does not allow."""
         if not self.schema.several:
             if self.labels.ndim != 1 or not np.isin(self.labels, (0, 1)).all():
                 raise ValueError("labels must be 0 or 1")
@@ -503,7 +503,7 @@ def without_bad_lines(path: Path, schema: ClickSchema) -> WithoutLines:
 def _check(
     block: Cells, schema: ClickSchema, labelled: bool, served: bool = False
 ) -> None:
-    """Raises DataError if an example in a block cannot be read."""
+    """Raises DataError if an example of the block cannot be read."""
     if served:
         block = with_fixed(block, schema)
     ColumnReader(schema, {}).check(block)
@@ -586,7 +586,7 @@ def _read(
 
 
 def _none(block: Cells, schema: ClickSchema) -> np.ndarray:
-    """The labels of unlabelled examples: 0, or NaN with several labels."""
+    """Labels for examples without labels: 0, or NaN if the schema has several labels."""
     rows = len(next(iter(block.columns.values())))
     if not schema.several:
         return np.zeros(rows, np.float32)

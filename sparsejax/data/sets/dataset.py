@@ -29,7 +29,7 @@ from sparsejax.data.sets.split import (
 from sparsejax.data.sets.splits import Split, split_by_share, split_entries
 from sparsejax.sparse import CSR, as_int32
 
-# Columns of entries, besides indices and values, that a data set with times has.
+# Columns of entries that a data set has, besides indices and values, if it has times.
 _EVENTS = ("times", "order", "first_times")
 
 
@@ -271,7 +271,8 @@ class SparseDataset(NamedRows):
             )
         parts = split_entries(self, is_held, "", stays)
         left_out = int((both & ~is_held).sum())
-        # For an entry with events on both sides, only the earliest and latest time are stored.
+        # For entries with events on both sides, the times of their other events are not stored.
+        # known.
         known = np.where(both, first, times)
         return Split(
             dataclasses.replace(
@@ -454,7 +455,7 @@ def events_of_pairs(
 
 
 def _comparable(parts: Sequence[Entries]) -> list[Entries]:
-    """Gives the entries of several data sets equal columns, so that they can be joined.
+    """Gives the entries of several data sets equal columns, so that they can be concatenated.
 
     If only some have values, the entries of the others count 1. The result has times if all
     have times of one type.
@@ -490,7 +491,8 @@ def _host(matrix: CSR) -> CSR:
     indices = as_int32("indices", np.asarray(matrix.indices)[:count])
     data = None
     if matrix.data is not None:
-        # Too large a value becomes infinite, for which CSR raises an error with its place.
+        # Values beyond float32 become infinite, and CSR raises an error that names their
+        # positions.
         with np.errstate(over="ignore"):
             data = np.asarray(matrix.data)[:count].astype(np.float32, copy=False)
     host = CSR(data, indices, indptr, num_cols=matrix.num_cols)

@@ -20,8 +20,8 @@ from sparsejax.data.sets.click_schema import (
     with_columns_read,
 )
 
-# Prefixes of the names of a model's columns that have one cell for each history: context, which
-# is known of the next event, and columns of users.
+# Prefixes of names of columns that have one cell for each history: the context, which is known
+# about the next event, and user columns.
 CONTEXT, USERS = "context/", "users/"
 
 
@@ -114,7 +114,7 @@ class EventSchema:
             )
 
     def _set_labels(self) -> None:
-        """Checks the labels, and sets a `LabelColumn` for each."""
+        """Checks the labels, and converts them to a `LabelColumn` for each name."""
         given = self.labels
         if not isinstance(given, Mapping):
             names = [given] if isinstance(given, str) else [*given]

@@ -41,7 +41,7 @@ from sparsejax.data.sets.click_schema import (
 )
 from sparsejax.data.sets.event_schema import EventSchema
 
-# Longest list of categories. All events have room for the longest one, which takes memory.
+# Most categories of an event: memory is allocated for the longest list in every event.
 _MOST_CATEGORIES = 64
 _PADDING = -1  # fills lists after the last category
 _LABEL = "columns of events"
@@ -264,7 +264,7 @@ class Events:
         self, what: str, records: Any, rows: int, names: Sequence[str]
     ) -> dict[str, np.ndarray]:
         if isinstance(records, list | tuple):
-            # Without the first column, empty dicts would give no rows.
+            # An additional column keeps the number of rows if all dicts are empty.
             records = {names[0]: [None] * len(records)} | record_columns(records)
         if isinstance(records, Mapping):
             if unknown := [name for name in records if name not in names]:
@@ -393,7 +393,7 @@ class Events:
                 continue
             places = find_categories(own, wanted)
             ids = np.where(places < 0, RARE, FIRST_KNOWN + places)
-            # The last element is for the padding, -1.
+            # The last element maps padding (-1) to itself.
             ids = np.concatenate([[MISSING, RARE], ids, [_PADDING]]).astype(np.int32)
             columns[name] = ids[self.columns[name]]
         return known.with_columns(columns)
@@ -583,7 +583,7 @@ def of_stated(
 
 
 def _joined(parts: list[Numbered]) -> np.ndarray:
-    """Joins ids to `[entries]`, or to `[entries, most]` with padding if some have lists."""
+    """Concatenates ids as `[entries]`, or as padded `[entries, most]` if some have lists."""
     flat = np.concatenate([part.ids for part in parts])
     if all(part.lengths is None for part in parts):
         return flat

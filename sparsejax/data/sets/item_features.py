@@ -18,7 +18,7 @@ from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.sets import vocabulary
 
 VERSION = 1
-# A number so many deviations away from the mean is taken for a code of a missing number.
+# A number at least this many deviations from the mean probably stands for a missing number.
 _FAR = 1e6
 
 
@@ -122,7 +122,7 @@ class ItemFeatures:
                 f"none of {len(wanted):,} items ({_names.quoted(wanted)}) has content: it is "
                 f"of others ({_names.quoted(own)}); are these the same names?"
             )
-        # Items that are absent take the last row, which is empty.
+        # Absent items select the last row, which is empty.
         tags = self.tags.copy()
         tags.resize((self.num_items + 1, tags.shape[1]))
         vectors = self.vectors

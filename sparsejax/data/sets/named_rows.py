@@ -196,7 +196,7 @@ class NamedRows:
 
     @property
     def _manner(self) -> str:
-        """The description of the entries in `repr`, for example "indicator"."""
+        """The form of the entries as shown by `repr`, for example "indicator"."""
         raise NotImplementedError
 
     @property
@@ -215,11 +215,11 @@ class NamedRows:
         raise NotImplementedError
 
     def _in_order(self, entries: Entries) -> Entries:
-        """Restores the order of entries in each row after their features got new numbers."""
+        """Restores the order of the entries of each row after features were renumbered."""
         raise NotImplementedError
 
     def _joined(self, column: np.ndarray, names: Names) -> Self:
-        """Merges features: `column` has the new number of each, `names` the new names."""
+        """Merges features: `column` has the new number of each feature, `names` the new names."""
         raise NotImplementedError
 
     def _with(
@@ -228,18 +228,18 @@ class NamedRows:
         row_names: Names | None = None,
         feature_names: Names | None = None,
     ) -> Self:
-        """Makes a data set from these entries; names are by default those of this one."""
+        """Makes a data set from other entries. Names default to those of this data set."""
         rows = self.row_names if row_names is None else row_names
         features = self.feature_names if feature_names is None else feature_names
         return self._of(entries, rows, features, self.columns)
 
     def _rows(self, rows: np.ndarray, names: Names | None = None) -> Self:
-        """Selects rows by number; -1 makes an empty row. `names` are the names of the result."""
+        """Selects rows by their numbers; -1 adds an empty row. `names` name the selected rows."""
         names = self.row_names[rows] if names is None else names
         return self._with(self._entries.rows(rows), names)
 
     def _spelled_like(self, vocabulary_: Names) -> Self:
-        """Spells the names of features like a vocabulary; features of equal names are merged."""
+        """Spells feature names like a vocabulary, and merges features of equal names."""
         names = _names.spelled_like(self.feature_names, vocabulary_)
         if names is self.feature_names:
             return self
@@ -267,7 +267,7 @@ def align_features[Data: NamedRows](
 
 
 def _about_unknown(known: np.ndarray, unknown: Names, wanted: Names) -> str | None:
-    """The text of the warning about entries with unknown features; None if there are none.
+    """Text of a warning about entries with unknown features; None if all are known.
 
     Args:
       known: `[entries]` bool: whether the vocabulary has the entry's feature.

@@ -109,7 +109,7 @@ class Histories(NamedTuple):
         return found
 
     def _last(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """A mask `[rows, length]` of the entries in `padded`, and the numbers of these entries."""
+        """Two arrays `[rows, length]`: a mask of the entries in `padded`, and entry numbers."""
         if length < 1:
             raise ValueError(f"length must be 1 or more, got {length}")
         kept = np.minimum(np.diff(self.indptr), length)
@@ -186,7 +186,7 @@ class SequenceDataset(NamedRows):
                     f"{name} must be integers of one dimension, got "
                     f"{given.dtype}{list(given.shape)}"
                 )
-            # Kept as int64 for the checks below: int32 might overflow.
+            # Other integers become int64, because int32 might overflow before the checks below.
             put(name, given if given.dtype == np.int32 else given.astype(np.int64))
         for what in ("row", "feature"):
             put(f"{what}_names", _names.as_names(getattr(self, f"{what}_names")))
@@ -422,7 +422,7 @@ class SequenceDataset(NamedRows):
         return dataclasses.replace(self, context=found)
 
     def _by_name(self, table: Any) -> Any:
-        """A table in the order of the histories, if it has a column of users; else as it is."""
+        """Sorts a table in the order of the histories if it has a column "user"."""
         is_table = hasattr(table, "__arrow_c_stream__")
         if not is_table or "user" not in (table := pa.table(table)).column_names:
             return table
@@ -503,7 +503,7 @@ class SequenceDataset(NamedRows):
         It equals the result of `read` with `indicator=True`. If there are times, an entry has
         the time of its latest event. Weights and columns of events are left out.
         """
-        # Within a row entries are in the order of time, so positions serve as times.
+        # The entries of a row are sorted by time, so their positions serve as times.
         place = np.arange(self.num_entries)
         rows = self._entries.row_of
         latest, first = events_of_pairs(rows, self.indices, place)
@@ -567,7 +567,7 @@ class SequenceDataset(NamedRows):
         return split_entries(self, is_held, why_nothing, stays, behind)
 
     def _last_targets(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Two masks `[entries]`: the last `n` targets of each row, and the entries before them."""
+        """Masks `[entries]` of each row's last `n` targets, and of the entries before these."""
         assert self.weights is not None
         row = self._entries.row_of
         is_target = self.weights > 0
@@ -681,7 +681,7 @@ class SequenceDataset(NamedRows):
         try:
             events, users, entries = None, None, rows.entries
             facts = codec.parse(rows.facts) if rows.facts else {}
-            # Without entries or rows, only the document states the width of lists.
+            # If there are no entries or rows, only the document contains the width of lists.
             if "schema" in facts:
                 events = of_stated(facts, rows.categories)
                 if not len(entries.indices):
@@ -757,13 +757,13 @@ def _dataset(
     events: Events | None,
     columns: Columns | None = None,
 ) -> SequenceDataset:
-    """Makes a data set from entries, whose columns of events become `Events` again.
+    """Makes a data set from entries, and `Events` from the event columns among them.
 
     Args:
-      entries: all entries, with columns of events.
+        entries: all entries, including event columns.
       row_names: names of the rows.
       feature_names: names of the features.
-      events: events with the schema and vocabularies of these columns, or None.
+        events: events that have the schema and vocabularies of these columns, or None.
       columns: columns of the table from which the entries were read, or None.
     """
     if events is not None:

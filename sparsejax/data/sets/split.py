@@ -83,7 +83,7 @@ def heldout_by_hash(
     if occurrences is not None:
         of_features += occurrences.astype(np.uint64)
     keys = _mix(row_hashes[rows] ^ _mix(of_features))
-    # Sort by key within each row, by one sort of (row, high bits of the key).
+    # Entries are sorted by row and key in one sort of (row, high bits of the key).
     row_bits = np.uint64(max(len(lengths).bit_length(), 1))
     row_part = rows.astype(np.uint64) << (np.uint64(64) - row_bits)
     order = np.argsort(row_part | (keys >> row_bits))
@@ -111,7 +111,7 @@ def heldout_last(
         raise ValueError(f"n must be 1 or more, got {n}")
     lengths = np.diff(indptr)
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    # Positions of the entries, sorted by row and time.
+    # Numbers of the entries, sorted by row and time.
     ascending = np.lexsort((order, times, rows))
     first_held = indptr[1:] - np.minimum(n, np.maximum(lengths - 1, 0))
     is_held = np.empty(len(times), bool)
@@ -235,7 +235,7 @@ def as_time(time: Time, times: np.ndarray) -> int | float | np.datetime64:
 
 
 def _datetime(time: str | datetime.date | np.datetime64) -> np.datetime64:
-    """Converts a time to microseconds, rounded up, and to UTC if it has a time zone."""
+    """Converts a time to microseconds, rounded up; a time with a time zone is converted to UTC."""
     if isinstance(time, str):
         try:
             time = datetime.datetime.fromisoformat(time)
@@ -262,7 +262,7 @@ def heldout_names(names: Names, fraction: float, seed: int) -> np.ndarray:
     """
     count = int(_num_held(np.array([len(names)]), fraction)[0])
     is_held = np.zeros(len(names), bool)
-    # Hashes are mixed so that this choice is independent of `split` with an equal seed.
+    # The hashes are mixed, so that this choice does not depend on that of `split` with equal seed.
     is_held[np.argsort(_mix(hashes(names, seed)), kind="stable")[:count]] = True
     return is_held
 
@@ -285,9 +285,9 @@ def heldout_positions(count: int, fraction: float, seed: int) -> np.ndarray:
 
 
 def _num_held(counts: np.ndarray, fraction: float) -> np.ndarray:
-    """The number held out from each count: a share rounded half up; at least one stays."""
+    """Numbers to hold out: a share of each count, rounded half up, and less than the count."""
     check_fraction(fraction)
-    # 1 - 0.9 is slightly below 0.1, but 5 times it must round up: so round to 9 decimals first.
+    # 1 - 0.9 is slightly less than 0.1, but 5 times it must round up: so 9 decimals are kept.
     shares = np.round((1 - fraction) * counts, 9)
     return np.minimum(np.floor(shares + 0.5), np.maximum(counts - 1, 0))
 

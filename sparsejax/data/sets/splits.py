@@ -11,7 +11,7 @@ import numpy as np
 from sparsejax.data.files.names import find_names
 from sparsejax.data.sets.split import heldout_names
 
-# Not a generic NamedTuple, of which beartype checks none.
+# This is no generic NamedTuple, because beartype does not check those.
 _Parts = collections.namedtuple("_Parts", ("train", "heldout"))
 
 
@@ -36,7 +36,7 @@ class Split[T](_Parts):
 
     train: T  # pyrefly: ignore[bad-override]
     heldout: T  # pyrefly: ignore[bad-override]
-    # The default is for methods of NamedTuple that skip __new__, such as _replace.
+    # The default is needed by methods of NamedTuple that do not call __new__, such as _replace.
     repeats: int = 0
 
     def __new__(cls, train: T, heldout: T, *, repeats: int = 0) -> Self:
@@ -78,7 +78,7 @@ class Split[T](_Parts):
 
 
 def _features(part: Any) -> list[np.ndarray]:
-    """The feature of each entry; for clicks, the ids of each column."""
+    """The features of all entries, as one array; for clicks, an array of ids for each column."""
     if hasattr(part, "ids"):
         return [getattr(ids, "indices", ids) for ids in part.ids.values()]
     return [part._entries.indices]
@@ -108,7 +108,7 @@ def split_entries[T](
         raise ValueError(f"nothing is held out: {why_nothing}")
     stays = ~is_held if stays is None else stays
     whole: Any = data
-    # `left_out` counts entries of whole rows, so it is not true of the parts.
+    # `left_out` counts entries of whole rows, so it is wrong for the parts.
     entries = dataclasses.replace(whole._entries, of_rows={})
     left_out = ~(stays | is_held)
     repeats = int(np.sum(left_out if behind is None else left_out & ~behind))

@@ -21,15 +21,15 @@ from sparsejax.data.files import arrow
 from sparsejax.data.files.names import Names, find_names, to_arrow
 from sparsejax.mesh.layout import ROW_MULTIPLE, bit_reversed
 
-# The size of a mesh axis divides 256, and kernels are allocated in multiples of 256
-# rows on every mesh. So 256 groups serve all meshes.
+# On each mesh, the size of an axis divides 256, and kernels have a multiple of 256 rows. So 256
+# groups of rows suit all meshes.
 _HANDS = ROW_MULTIPLE
 
-# A higher imbalance gives a warning: the fullest device decides how long a step takes.
+# Higher imbalance causes a warning: a step takes as long as its fullest device.
 MAX_IMBALANCE = 1.3
 # Numbers of devices for which the balance is checked.
 _WAYS = (4, 8)
-# With fewer entries for each device, imbalance may be chance.
+# With fewer entries per device, an imbalance may be chance.
 _MIN_ENTRIES_PER_PART = 256
 
 
@@ -117,7 +117,7 @@ def _warn_if_unbalanced(indices: np.ndarray, names: Names, remedy: str) -> None:
 
 
 def _unbalanced(indices: np.ndarray, names: Names) -> tuple[int, float, float] | None:
-    """`(devices, imbalance, imbalance of the balanced order)`; None if no warning is due."""
+    """A number of devices, its imbalance, and that of a balanced order; None without a warning."""
     if len(names) < _HANDS or len(indices) < max(_WAYS) * _MIN_ENTRIES_PER_PART:
         return None
     counts = np.bincount(indices, minlength=len(names))

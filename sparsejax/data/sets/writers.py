@@ -116,7 +116,7 @@ def write_pairs(
 
 
 def _times(data: SparseDataset) -> tuple[list[str], np.ndarray]:
-    """The times as text, and `[entries]` positions of the entries, both in order of events."""
+    """Times as text, and `[entries]` numbers of their entries, both sorted by row and event."""
     times, order = data.times, data.order
     assert times is not None and order is not None
     rows = np.repeat(np.arange(data.num_rows), np.diff(data.matrix.indptr))
@@ -149,8 +149,8 @@ def _record_writer(
 ) -> Callable[[Iterable[Iterable[str]]], object]:
     if delimiter != "\t":
         return csv.writer(file, delimiter=delimiter, lineterminator="\n").writerows
-    # The csv module would quote names that contain a quote. In files that are separated by
-    # TAB a quote is an ordinary character.
+    # The csv module would quote names that contain a quote, but in files separated by TAB, a quote
+    # is an ordinary character.
     return lambda records: file.writelines("\t".join(r) + "\n" for r in records)
 
 
@@ -211,7 +211,7 @@ def _rows(
     for row, end in zip(data.row_names.tolist(), ends, strict=True):
         values = None
         if floats is not None:
-            # `str` gives the shortest decimal that is read as the same float32.
+            # `str` writes the shortest decimal that is read as an equal float32.
             shortest = map(str, floats[start:end])
             values = [text.removesuffix(".0") for text in shortest]
         yield row, names[indices[start:end]].tolist(), values
@@ -220,7 +220,7 @@ def _rows(
 
 def check_names(what: str, names: Names, forbidden: str, format: str) -> None:
     """Raises ValueError if a name is empty, or has a `forbidden` character or a zero byte."""
-    # Readers refuse zero bytes, and drop a byte order mark at the begin of a file.
+    # Readers reject zero bytes, and drop a byte order mark at the start of a file.
     separator = re.compile(f"[{re.escape(forbidden)}\0]")
     for name in names.tolist():
         if not name:

@@ -294,7 +294,7 @@ class HistoryWorkload(Workload):
         return Output(0, gradient, made.at_once(False), False)
 
     def _input_gradient(self, read: int, targets: int, data: int, model: int) -> int:
-        """Bytes for the gradient of the item vectors of a step; histories contain `read` of them."""
+        """Bytes for the gradient of a step's item vectors, `read` of which are in histories."""
         width, drawn = self.network.width, self.network.negatives
         rows = padded_rows(self.inputs) // model
         if self.by_parts:  # this gradient is added in place to that of the output layer
