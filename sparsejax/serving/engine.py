@@ -24,6 +24,7 @@ from sparsejax.predictors.runtime import (
     in_one_array,
     sizes_for,
 )
+from sparsejax.processors import usable
 from sparsejax.sparse import CSR, host_rows
 
 # Defaults. On a CPU, programs have at most this many rows, which take 17 ms, and one program
@@ -120,7 +121,8 @@ class Engine:
       predictor: the predictor whose programs it runs.
       shapes: shapes for which the programs are compiled, sorted by size.
       queues: whether a batch may be started before the last one is done. On a GPU the host
-        needs half of the time of a batch to start its kernels.
+        needs half of the time of a batch to start its kernels. On a CPU the programs of two
+        stages run on one processor, so that two of them run at a time.
     """
 
     def __init__(
@@ -144,7 +146,8 @@ class Engine:
             row, or gives another answer to its file's example than the file has.
         """
         self.predictor = predictor
-        self.queues = jax.default_backend() != "cpu"
+        several = predictor.signature.stages is not None and len(usable()) > 1
+        self.queues = several or jax.default_backend() != "cpu"
         self._alike = _ALIKE.get(jax.default_backend(), _ALIKE_ON_GPU)
         self._programs = predictor.model.programs
         self.shapes = shapes_of(predictor, shapes)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import jax
@@ -21,7 +22,8 @@ from sparsejax.kinds.stages import Stages
 from sparsejax.predictors.files import model_of
 from sparsejax.predictors.signature import Stages as StatedStages
 from sparsejax.predictors.stages import DENSE, IDS, Requests
-from sparsejax.serving.engine import Shape
+from sparsejax.processors import usable
+from sparsejax.serving.engine import Engine, Shape
 from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor
 from sparsejax.serving.questions import form_of
 from sparsejax.serving.service import Service, Settings
@@ -281,6 +283,10 @@ def test_a_request_of_a_service_equals_the_call_in_python(tmp_path) -> None:
         items, scores, *_ = (each["data"] for each in answer["outputs"])
         assert (status, [items]) == (200, ours.names())
         assert np.float32(scores).tobytes() == found.scores.tobytes()
+        with ThreadPoolExecutor(4) as pool:  # two of them are on the device at a time
+            asked = ({"items": had, **columns} for _ in range(8))
+            found_again = pool.map(lambda each: _asked(port, each, {"k": 3}), asked)
+            assert all(each == (200, answer) for each in found_again)
         for wrong, text in (
             ({"items": had}, "'age' is missing"),
             ({"items": ["i1", None], **columns}, "'items' is null"),
@@ -292,6 +298,7 @@ def test_a_request_of_a_service_equals_the_call_in_python(tmp_path) -> None:
         missing = {"items": had, **columns, "device": [None]}
         assert _asked(port, missing, {})[0] == 200
     service.close()
+    assert Engine(predictor, [Shape(1, 256)]).queues == (len(usable()) > 1)
     empty = predictor.recommend_records(
         [{"items": [], "age": None, "user": None, "device": "x"}]
     )
