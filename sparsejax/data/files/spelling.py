@@ -217,6 +217,10 @@ def as_categories(texts: pa.Array) -> pa.Array:
     Booleans become `true` and `false`, and whole numbers integers: pandas writes `True`, and
     `2.0` in a column with missing numbers. NaN is a missing value and becomes "".
     """
+    # Arrow compiles a pattern at each call, which takes longer than a few texts.
+    some = pc.MatchSubstringOptions("|".join(pattern for pattern, _ in _CATEGORIES))
+    if not pc.call_function("match_substring_regex", [texts], some).true_count:
+        return texts
     for pattern, text in _CATEGORIES:
         options = pc.ReplaceSubstringOptions(pattern, text)
         texts = pc.call_function("replace_substring_regex", [texts], options)
