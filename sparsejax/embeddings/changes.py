@@ -221,8 +221,8 @@ def _apply(
         for column in table.columns
     )
     step = None if optimizer is None else optimizer.step[...]
-    # Rows of static tables that are not in the changes have their initial values, with the state
-    # at this step.
+    # The rows in the changes, also those of static tables, have their values and state as of this
+    # step.
     if with_state:
         step = jnp.asarray(links[-1].manifest.steps, jnp.int32)
     plans: list[tuple[Store, np.ndarray, dict[str, np.ndarray], bool]] = []

@@ -1,1 +1,1 @@
-"""The engine that trains and ranks models. It contains nothing specific to one kind of model."""
+"""The engine that trains and ranks models. It has no code for a single kind of model."""

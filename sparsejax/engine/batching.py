@@ -23,7 +23,7 @@ from sparsejax.sparse import CSR, take_rows
 
 Array = jax.Array | np.ndarray
 
-# Matrices and arrays by input name: on the device, or on the host if a mesh is set.
+# Matrices and arrays by input name. They are on the device, or on the host while a mesh is set.
 Held = dict[str, CSR | Array]
 
 
@@ -55,7 +55,8 @@ def largest_batch(lengths: Array, batches: Array) -> int:
     """
     if batches.size == 0 or lengths.size == 0:
         return 0
-    entries = lengths[batches] * (batches >= 0)  # -1 reads the last row, but counts 0
+    # The index -1 (padding) reads the last row, so it is multiplied by 0.
+    entries = lengths[batches] * (batches >= 0)
     return int(entries.sum(axis=-1).max())
 
 
@@ -102,7 +103,7 @@ class DenseBatch:
         return self.array[jnp.maximum(self.rows, 0)]
 
 
-# The inputs of a model: its single input, or all inputs by name.
+# The inputs of a model: a batch of its single input, or a batch of each input by name.
 Shown = Batch | Mapping[str, Batch | DenseBatch]
 
 
@@ -230,7 +231,7 @@ def _in_batches(rows: np.ndarray, batch_size: int) -> np.ndarray:
 
 
 def _largest_block(matrix: CSR, batches: np.ndarray, data: int, model: int) -> int:
-    """Number of entries in the fullest block of `batches: [steps, batch]` on a mesh."""
+    """Number of entries in the fullest block, for `batches: [steps, batch]` on a mesh."""
     parts = batches.reshape(len(batches), data, -1)
     place = matrix.indices // (padded_rows(matrix.num_cols) // model)
     most = 0

@@ -1,4 +1,6 @@
-"""Checks of the static part of a model, all but its arrays, in compiled programs."""
+"""Checks the static part of a model (everything but its arrays), which is a key of compiled
+programs.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ class _Holder(nnx.Module):
 
 
 def _wrong(model: nnx.Module) -> str | None:
-    """The message about an unhashable attribute of a module, or metadata of a variable; else
-    None.
+    """An error message about the first unhashable attribute of a module, or metadata of a
+    variable; None if there is none.
     """
     for path, node in nnx.iter_graph(model):
         is_variable = isinstance(node, nnx.Variable)
@@ -42,7 +44,7 @@ def _wrong(model: nnx.Module) -> str | None:
         for name, value in held.items():
             try:
                 hash(value if is_variable else nnx.split(_Holder(value))[0])
-            except ValueError:  # a dict of arrays is not part of the graph
+            except ValueError:  # a dict of arrays is not part of the module's graph
                 continue
             except TypeError:
                 where = ".".join(map(str, (*path, name)))

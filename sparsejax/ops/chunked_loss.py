@@ -30,8 +30,8 @@ from sparsejax.ops.item_chunks import Shard
 from sparsejax.ops.precision import Precision, Word, check_precision
 from sparsejax.ops.targets import Labels, TargetColumns, Targets
 
-# Scores in a chunk. A step reads and writes them several times, and 4 MB stay in the cache
-# of a CPU. 2^18 to 2^21 are within 10 % of each other (two cores; batch 64 to 4,096).
+# Number of scores in a chunk. A step reads and writes them several times, and 4 MB stay in the
+# cache of a CPU. 2^18 to 2^21 are within 10 % of each other (two cores; batch 64 to 4,096).
 CPU_CHUNK_SCORES = 2**20
 # A CPU keeps the scores of a softmax between its two passes if there are at most this many
 # (.13 GB in float32). Writing and reading them takes a fifth of the time of their product.
@@ -40,9 +40,9 @@ _KEPT_SCORES = 2**25
 # ten bytes with XLA, and two with the Mosaic programs.
 GPU_CHUNK_SCORES = 2**25
 MOSAIC_CHUNK_SCORES = 2**27
-# With fewer items in a chunk than the first number, the program that computes the kernel's
-# gradient has too few tiles for all SMs. A chunk has at most the second number of scores: more
-# would take memory without saving time.
+# The first number is the least number of items in a chunk: with fewer, the program that computes
+# the kernel's gradient has too few tiles for all SMs. The second is the largest number of scores
+# in a chunk: more would take memory without saving time.
 _MOSAIC_CHUNK_ITEMS, _MOST_MOSAIC_SCORES = 2**14, 2**28
 # With more scores than this, float32 operands are rounded for the Mosaic programs. With
 # fewer, XLA's TF32 products win: a step takes .4 ms longer (1,024 x 27,278, hidden 1,024),
@@ -204,7 +204,7 @@ def loss_and_updates[Carry](
         return item_chunks.fold(step, carry, num_items, size)
 
     h_live = h
-    if weighted:  # 0 * inf would be NaN
+    if weighted:  # rows with weight 0 become 0, because 0 * inf would be NaN
         h_live = jnp.where((weights != 0)[:, None], h, 0)
 
     dot = functools.partial(item_chunks.dot, precision=method.precision)
@@ -269,7 +269,8 @@ def loss_and_updates[Carry](
                 lambda x: item_chunks.slice_rows(x, start, size), current
             )
             made, more = gradients(chunk, delta, product)
-            # All reads of these rows come first, so that they can be updated in place.
+            # The barrier orders all reads of these rows before the update, so that it is done in
+            # place.
             made, delta, dh = lax.optimization_barrier((made, delta, dh + more))
             if update_kernel is not None:
                 pad = item_chunks.pad_rows
@@ -363,11 +364,11 @@ def weighted_sum(per_example: jax.Array, weights: jax.Array | None) -> jax.Array
     return jnp.sum(jnp.where(weights == 0, 0, weights * per_example))
 
 
-# Functions for `Chunks.slopes`, which ignores the slopes of rows with weight 0.
+# --- functions for `Chunks.slopes`, which ignores the slopes of rows with weight 0 ---
 
 
 def _elementwise(rule, scores, labels, listed, weights):
-    """Values of an elementwise loss, and its weighted derivatives in the scores."""
+    """Values of an elementwise loss, and its weighted derivatives with respect to the scores."""
     values, slopes = jax.jvp(
         lambda scores: rule(scores, labels, listed), (scores,), (jnp.ones_like(scores),)
     )
@@ -375,7 +376,9 @@ def _elementwise(rule, scores, labels, listed, weights):
 
 
 def _sigmoid(scores, labels, listed, weights):
-    """`_elementwise` for the sigmoid cross-entropy whose labels are all 1, for the GPU program."""
+    """The sigmoid cross-entropy with labels 1, as `_elementwise` computes it; a function for the
+    GPU program.
+    """
     del labels
     scores = jnp.where(listed, -scores, scores)
     odds = jnp.exp(-jnp.abs(scores))
@@ -506,7 +509,8 @@ class XlaChunks(Chunks):
         values, slopes = function(*operands, *columns)
         slopes = jnp.where(inside & (columns[0] != 0), slopes, 0).astype(self.h.dtype)
         if values is not None and self.for_gpu:
-            # XLA takes more than twice as long if it fuses this with the sum of the values.
+            # Without the barrier, XLA fuses this with the sum of the values, and takes more than
+            # twice as long.
             *operands, slopes = lax.optimization_barrier((*operands, slopes))
             values, _ = function(*operands, *columns)
         if values is not None:
@@ -514,7 +518,9 @@ class XlaChunks(Chunks):
         return values, slopes, None
 
     def _slopes_of_kept(self, start, size, function, columns):
-        """Slopes computed without labels, then overwritten at the entries that have labels."""
+        """Computes slopes without labels, then overwrites the slopes of entries that have
+        labels.
+        """
         assert self.kept is not None
         scores = lax.dynamic_slice_in_dim(self.kept, start, size, 1)
         none = jnp.zeros((), scores.dtype), jnp.zeros((), bool)
@@ -526,7 +532,9 @@ class XlaChunks(Chunks):
         return slopes.at[row, place].set(of_entries, mode="drop", unique_indices=True)
 
     def _kept_entries(self):
-        """The entries, a mask of those in the device's items, their scores, and their labels."""
+        """The entries with labels, a mask of those among the device's items, their scores, and
+        their labels.
+        """
         assert self.kept is not None
         entries, dtype = self.entries, self.kept.dtype
         if isinstance(entries, TargetColumns):
@@ -600,12 +608,12 @@ class MosaicChunks(Chunks):
         return -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
 
     def size_to_normalise(self, num_items, size, layer):
-        # With one label a row, the GPU program searches for no label: no mask of a chunk's size.
+        # With one label for each row, the GPU program needs no mask of a chunk's labels.
         one_label = isinstance(self.entries, TargetColumns)
         return num_items if one_label and layer.kernel.dtype == self.h.dtype else size
 
     def _arguments(self, start, size, layer: Layer) -> dict[str, Any]:
-        """The arguments that both GPU programs take."""
+        """The arguments that both GPU programs have."""
         h, limit = item_chunks.pad_rows(self.h), self.limit
         if layer.kernel.dtype != h.dtype:
             layer = jax.tree.map(

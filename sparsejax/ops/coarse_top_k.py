@@ -36,11 +36,11 @@ from sparsejax.ops.precision import Precision
 from sparsejax.ops.top_k import CPU, GPU, join, largest_of, one_of_each, top_k_tuned
 from sparsejax.sparse import CSR
 
-# Number of groups that are ranked by exact scores, for each of the k. With random vectors
-# 2 to 4 are enough to prove that the result is exact.
+# How many groups are ranked by exact scores, for each of the k items. With random vectors, 2 to 4
+# are enough to prove that the result is exact.
 _GROUPS = 4
-_LARGEST = 127  # of int8
-_LEAST = 1e-30  # an item whose numbers are all smaller is rounded to 0
+_LARGEST = 127  # the largest number in int8 that is used
+_LEAST = 1e-30  # a vector whose numbers are all smaller than this is rounded to 0
 _ROWS = 2**16  # number of rows that are rounded at a time
 _SAFE = 1 + 1e-5  # factor that makes up for the rounding error of norms in float32
 
@@ -78,7 +78,7 @@ def _rounded(kernel: jax.Array, scale: jax.Array | None) -> CoarseItems:
         x = item_chunks.slice_rows(kernel, i * rows, rows).astype(jnp.float32)
         unit, values = _in_int8(x)
         lost = jnp.linalg.norm(x / unit - values, axis=1)
-        # The scores of a vector of zeros are 0: a bound above that would hide other items.
+        # A vector of zeros has score 0. A larger bound would hide other items.
         factor = jnp.where(jnp.any(x != 0, axis=1), unit[:, 0], 0)
         if scale is not None:
             of_scores = item_chunks.slice_rows(scale, i * rows, rows)
@@ -207,7 +207,8 @@ def coarse_top_k(
     ids, scores, rest = find(h, kernel, bias, scale, coarse, bounds, k)
     lowest = scores[:, -1]
     slack = 2.0**-22 * (jnp.abs(lowest) + jnp.abs(rest))
-    # If no bound has a margin, the groups hold the best items, as shown in `top_k.select`.
+    # If no bound has a margin, the chosen groups contain the best items, as shown in
+    # `top_k.select`.
     margin, _ = bounds.margins
     proved = (lowest > rest + slack) | (rest == -jnp.inf) | (margin == 0)
     proved &= jnp.isfinite(margin)
@@ -219,7 +220,7 @@ def coarse_top_k(
 
 
 def _chunk(batch: int, num_items: int, rows: int, scores: int) -> tuple[int, int]:
-    """The number of items with padding, and the number in a chunk of about `scores` scores."""
+    """The padded number of items, and the number in a chunk of about `scores` scores."""
     here = item_chunks.rounded_items(num_items, rows)
     size = item_chunks.chunk_size(batch, here, scores)
     return here, min(here, tiles.rounded_items(size))
@@ -231,7 +232,7 @@ def _nothing(batch: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _of_others(largest: jax.Array, groups: jax.Array) -> jax.Array:
-    """For each row, a bound on the scores of all groups that are not among `groups`."""
+    """A bound for each row on the scores of all groups that are not in `groups`."""
     if groups.shape[1] == largest.shape[1]:
         return jnp.full(len(largest), -jnp.inf)
     return jnp.min(pick(largest, groups), axis=1)
@@ -240,7 +241,9 @@ def _of_others(largest: jax.Array, groups: jax.Array) -> jax.Array:
 def _best_with_mosaic(
     h, kernel, bias, scale, coarse, bounds, k, *, num_items, excluded
 ):
-    """Ids and scores of the k best items in the chosen groups; a bound on all other scores."""
+    """Returns ids and scores of the k best items in the chosen groups, and a bound on all other
+    scores.
+    """
     batch = len(h)
     more = GPU.chunk_scores * kernels.GROUP // 2
     here, size = _chunk(batch, num_items, len(kernel), more)
@@ -282,7 +285,7 @@ def _best_with_mosaic(
 
 
 def _best(h, kernel, bias, scale, coarse, bounds, k, *, num_items, excluded):
-    """`_best_with_mosaic` in XLA's operations."""
+    """Does the work of `_best_with_mosaic` by XLA's operations."""
     batch = len(h)
     here, size = _chunk(batch, num_items, len(kernel), CPU.chunk_scores)
     margin, unit = (x[:, None] for x in bounds.margins)
@@ -309,7 +312,8 @@ def _best(h, kernel, bias, scale, coarse, bounds, k, *, num_items, excluded):
         largest = jnp.where(denied, -jnp.inf, jnp.pad(largest, missing))
         largest = largest_of(largest.reshape(batch, -1, kernels.GROUP))
         _, groups = lax.top_k(largest, min(_GROUPS * k, largest.shape[1]))
-        groups = jnp.sort(groups, axis=1)  # ties go to the lower item
+        # Sorted, so that among items with equal scores the lower id comes first.
+        groups = jnp.sort(groups, axis=1)
         places = members(groups, kernels.GROUP)
 
         def of_row(row):

@@ -73,7 +73,7 @@ def dot_interaction(
 
 
 class _Pairs(NamedTuple):
-    """The pairs of vectors, and whether the GPU program computes their products.
+    """The pairs of vectors, and whether a GPU program computes their products.
 
     Attributes:
       vectors: number of vectors of an example, including the blank ones.
@@ -86,13 +86,14 @@ class _Pairs(NamedTuple):
     program: bool
 
     def places(self) -> np.ndarray:
-        """`[pairs]`: `i * vectors + j`, in the order of i and j."""
+        """`[pairs]` numbers `i * vectors + j`, ordered by i and then j."""
         used = np.ones(self.vectors, bool)
         used[1 : 1 + self.blank] = False
         return np.flatnonzero(np.triu(used[:, None] & used[None], 1))
 
     def columns(self, before: int) -> np.ndarray:
-        """`[vectors, vectors]`: the column of a pair's product, in both orders, or -1.
+        """A matrix `[vectors, vectors]` with the result column of each pair, in both orders; -1
+        without a pair.
 
         Args:
           before: number of columns before the products.
@@ -115,7 +116,8 @@ def _joined(rows: jax.Array, first: jax.Array | None, pairs: _Pairs) -> jax.Arra
     before = 0 if first is None else first.shape[1]
     count = mosaic.columns_for(before + len(places), pairs.vectors)
     after = count - before - len(places)
-    numbers = -2 - np.arange(before)  # columns of the first vector
+    # Columns of the first vector get the numbers -2, -3, ...
+    numbers = -2 - np.arange(before)
     places = np.concatenate([numbers, places, np.full(after, -1)])
     places = places.astype(np.int32)
     return _on_devices(lambda rows: mosaic.products(rows, jnp.asarray(places)), rows)
@@ -144,7 +146,8 @@ def _backward(pairs: _Pairs, saved, slopes: jax.Array):
     columns = pairs.columns(0)
     slopes = slopes[:, before:]
     place = np.where(columns < 0, slopes.shape[1], columns).reshape(-1)
-    slopes = jnp.pad(slopes, ((0, 0), (0, 1)))[:, place]  # zero where there is no pair
+    # A pair that does not exist reads a column of zeros.
+    slopes = jnp.pad(slopes, ((0, 0), (0, 1)))[:, place]
     slopes = slopes.reshape(-1, *columns.shape)
     return jnp.einsum("bij,bjd->bid", slopes, rows), of_first
 
@@ -155,7 +158,7 @@ _joined.defvjp(_forward, _backward)
 def _takes_program(
     like: jax.Array, vectors: int, implementation: Implementation
 ) -> bool:
-    """Whether the GPU program multiplies `[batch, ..., dim]` arrays of this many vectors."""
+    """Whether the GPU program is used for arrays `[batch, ..., dim]` with this many vectors."""
     batch, dim, parts = like.shape[0], like.shape[-1], _parts()
     fault = mosaic.unsupported(batch // parts, vectors, dim, like.dtype)
     if batch % parts:
@@ -164,7 +167,7 @@ def _takes_program(
         if fault:
             raise NotImplementedError(f"the GPU program {fault}")
         return True
-    # The results of the GPU program have no type with the mesh axes over which they vary.
+    # The GPU program cannot state the mesh axes over which its results vary.
     if implementation is not None or fault or varying_axes(like):
         return False
     return custom_call_can_run(HOPPER, divided=parts > 1)

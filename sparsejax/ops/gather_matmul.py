@@ -141,7 +141,7 @@ def combined[Matrix: LookupRows](x: Matrix, combiner: Combiner) -> Matrix:
         )
         data = of_row(_inverse(lengths.astype(jnp.float32), combiner))
         return x.with_data(data)  # pyrefly: ignore[bad-return]
-    # Padding is replaced first: if it is NaN, its gradient would be NaN too.
+    # Padding is replaced before the division: NaN in padding would make its gradient NaN too.
     used, dtype = rows < x.num_rows, accumulator(x.data.dtype)
     values = jnp.where(used, reshard_if_explicit(jnp.asarray(x.data, dtype), spec), 0)
     largest = _over_rows(x, jnp.abs(lax.stop_gradient(values)), "largest")
@@ -155,7 +155,8 @@ def combined[Matrix: LookupRows](x: Matrix, combiner: Combiner) -> Matrix:
 
 def _inverse(total: jax.Array, combiner: Combiner) -> Float[Array, "batch"]:
     inside = total != 0
-    total = jnp.where(inside, total, 1)  # inside `where`: no NaN in the gradient
+    # The selection comes before the division, so that the gradient is not NaN.
+    total = jnp.where(inside, total, 1)
     scale = 1 / total if combiner == "mean" else lax.rsqrt(total)
     return jnp.where(inside, scale, 0)
 
@@ -163,9 +164,10 @@ def _inverse(total: jax.Array, combiner: Combiner) -> Float[Array, "batch"]:
 def _over_rows(
     x: SparseRows, values: jax.Array, what: Literal["sum", "largest"]
 ) -> Float[Array, "batch"]:
-    """The sum or the maximum of each row's values; `values` has one number for each entry.
+    """Reduces the values of each row to their sum or maximum; `values` has one number for each
+    entry.
 
-    With "largest", values must not be negative, and there is no derivative.
+    With "largest", values must not be negative, and the result has no derivative.
     """
 
     def reduce(x, values):
@@ -250,7 +252,8 @@ def _data_gradient(
             (entries, P("model"), P("data")),
             entries,
         )
-    if x.nse == 0 or x.num_rows == 0:  # nothing can be gathered
+    # There are no entries or no rows, so nothing is gathered.
+    if x.nse == 0 or x.num_rows == 0:
         return jnp.zeros(x.nse, accumulator(w.dtype))
     if implementation in ("xla_gpu", "cusparse"):
         return data_gradient_by_gather(x, w, dy)

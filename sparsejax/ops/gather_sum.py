@@ -1,6 +1,6 @@
 """Sums of gathered rows, without a derivative: implementations, and the choice among them.
 
-`gather_matmul` and its gradient, `scatter_gradient`, both use it.
+`gather_matmul` and its gradient `scatter_gradient` both call these functions.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.piece_sum import by_pieces, by_steps
 from sparsejax.sparse import CSR
 
-# Rows read per turn of the CPU loop: 4 to 32 are within 10 % of each other, 8 is the
-# fastest (26,744 x 256, batch 512, 67 k entries: 2.4 ms, 3.1 at 1; SciPy takes 4.1). If most
-# sums have one row or none, 1 is: 106,496 sums of one row took 10.8 ms in place of 29.6.
+# Number of rows read per iteration of the CPU loop. 4 to 32 are within 10 % of each other, and 8
+# is the fastest (26,744 x 256, batch 512, 67 k entries: 2.4 ms, 3.1 with 1; SciPy takes 4.1). If
+# most sums have at most one row, 1 is the fastest: 106,496 sums of one row took 10.8 ms instead of
+# 29.6.
 _UNROLL = 8
 
-# Period after which entries belong to the first table again; 0 if it is unknown. As a part
-# of JAX's context it is a key of the caches of traced and compiled programs.
+# Number of entries after which they read the first table again; 0 if it is unknown. As a part of
+# JAX's context it is a key of the caches of traced and compiled programs.
 _period = jax.make_user_context(default_value=0)
 
 
@@ -79,13 +80,14 @@ def gather_sum(
     if isinstance(x, DividedRows):
 
         def part(x, w):
-            # Rows that are sent to other devices are rounded after they are added.
+            # Rows for other devices are rounded only after they are added.
             read = w.dtype if x.crosses else dtype
 
             def of_kernel(block, wire):
                 if not x.crosses:
                     return summed(block, w, dtype)
-                with in_turns(0):  # owners receive ids in another order
+                # Owners receive ids in another order, without a period.
+                with in_turns(0):
                     return summed(block, w, narrower(read, wire))
 
             return own_block(x).sums(
@@ -133,7 +135,7 @@ def _sum_on_device(
         implementation = "cusparse"
     if implementation == "cusparse" and _cusparse_fits(x, w):
         return by_cusparse(x, w).astype(dtype)
-    # The number of entries is a symbol in an exported program.
+    # In an exported program, the number of entries is a symbol.
     for_gpu = by_pieces if isinstance(x.nse, int) else by_steps
     if implementation in ("xla_gpu", "cusparse"):
         return for_gpu(x, w, dtype)
@@ -159,7 +161,8 @@ def mosaic_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
     rows, hidden = w.shape
     if w.dtype not in (jnp.float32, jnp.bfloat16) or not mosaic_fits(rows, hidden, nse):
         return False
-    if varying_axes(w):  # the program's results have no type with varying axes
+    # The GPU program cannot state the mesh axes over which its results vary.
+    if varying_axes(w):
         return False
     return custom_call_can_run(HOPPER_OR_NEWER, divided=divided)
 
@@ -172,8 +175,9 @@ def mosaic_fits(rows: int, hidden: int, nse: int) -> bool:
 
 
 def _cusparse_is_fastest(x: CSR, w: jax.Array) -> bool:
-    """Whether cuSPARSE can run here, on a GPU that our GPU program does not support."""
-    if varying_axes(w) or not _cusparse_fits(x, w):  # as in `mosaic_is_fastest`
+    """Whether cuSPARSE is the fastest here: on a GPU that our GPU program does not support."""
+    # cuSPARSE cannot be called in these cases, see also `mosaic_is_fastest`.
+    if varying_axes(w) or not _cusparse_fits(x, w):
         return False
     return custom_call_can_run(BEFORE_HOPPER) and not same_bits_are_wanted()
 
@@ -181,10 +185,10 @@ def _cusparse_is_fastest(x: CSR, w: jax.Array) -> bool:
 def _cusparse_fits(x: CSR, w: jax.Array) -> bool:
     """Whether JAX passes such operands to cuSPARSE."""
     sizes = x.num_rows, x.nse, *w.shape
-    # An exported program has symbols for sizes.
+    # In an exported program, sizes are symbols.
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return False
-    # cuSPARSE takes no more entries than a dense matrix has.
+    # cuSPARSE rejects more entries than a dense matrix of this shape has.
     fits = x.nse <= (x.num_rows + 1) * w.shape[0]
     return fits and w.dtype in (jnp.float32, jnp.float64)
 
@@ -194,10 +198,11 @@ def by_cusparse(x: CSR, w: jax.Array) -> jax.Array:
 
     Two runs of cuSPARSE differ in their last bits.
     """
-    from jax.experimental import sparse  # imports much of SciPy
+    # This import loads much of SciPy, so it is done late.
+    from jax.experimental import sparse
 
     indptr = jnp.minimum(jnp.asarray(x.indptr, jnp.int32), x.nse)
-    # Every entry must be in a row, so one more row takes the padding entries.
+    # cuSPARSE needs every entry in a row, so one more row has the padding entries.
     indptr = jnp.concatenate([indptr, jnp.full(1, x.nse, jnp.int32)])
     ids = jnp.asarray(x.indices, jnp.int32)
     inside = (ids >= 0) & (ids < x.num_cols)
@@ -233,7 +238,7 @@ def by_loop(x: CSR, w: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
                     term = term * data[i + u]
                 inside = (ids[u] >= 0) & (ids[u] < x.num_cols)
                 term = jnp.where(inside, term, jnp.nan)
-                # A select, not a factor of zero: the row that padding points at may be NaN.
+                # A selection, not a factor of 0: the row that padding reads may be NaN.
                 total = total + jnp.where(i + u < end, term, 0)
             return i + unroll, total
 

@@ -32,14 +32,16 @@ from sparsejax.ops.scatter_gradient import Terms
 from sparsejax.ops.targets import Targets
 from sparsejax.sparse import CSR, Transposed
 
-# Fewest items in a block of the Gram matrix. The sums of blocks are added, so that no sum
-# has too many terms: tensor cores round towards zero with every addition. Smaller blocks
-# write more `[hidden, hidden]` arrays.
+# Fewest items in a block of the Gram matrix. Each block is summed separately, and then the sums
+# are added, so that no sum has too many terms: tensor cores round towards zero with every
+# addition. Smaller blocks write more `[hidden, hidden]` arrays.
 _BLOCK_ITEMS = 4096
-_MOST_BLOCKS = 256  # the rows of a layer's kernel are a multiple of it
-# Elements of the gradient of a chunk of items, where the gradient of all does not exist.
+# Most blocks. The number of rows of a layer's kernel is a multiple of it.
+_MOST_BLOCKS = 256
+# Number of elements in the gradient of a chunk of items, if the gradient of all items is not
+# stored.
 _CPU_CHUNK, _GPU_CHUNK = 2**20, 2**26
-# Number of rows with labels that are updated together, if a chunk has any such rows.
+# Number of rows with labels that are updated together in a chunk.
 _CHANGED_ROWS = 8192
 # Cost of one label entry, expressed in scores that `chunked_loss` computes. Measured with
 # bfloat16 operands on an H200, and float32 operands on a CPU: see benchmarks/notes/output_loss.md.
@@ -103,17 +105,18 @@ def loss_and_updates[Carry](
             f"Gram matrices make l2_loss without a scale, not {method.rule}"
         )
     if form is None and _is_faster(method, batch, layer, shard or Shard()):
-        # A GPU program may update the kernel where it computes the gradient from slopes. That
-        # saves as much time as Gram matrices do.
+        # From slopes, a GPU program may compute the kernel's gradient and update the kernel at
+        # once. That saves as much time as Gram matrices do.
         form = "gram" if at_once or not _can_update(method, layer) else "chunks"
     if form != "gram":
         return chunked_loss.loss_and_updates(method, batch, carry, updates, shard)
     return _by_gram(method, batch, carry, updates, shard or Shard(), at_once)
 
 
-# The form in XLA's operations
+# --- form in XLA's operations ---
 
-# Exact products: rounding errors of small matrices would show in the difference of sums.
+# Products in full precision: the loss is a small difference of sums, so rounding errors of the
+# small matrices would show.
 _exact_dot = functools.partial(item_chunks.dot, precision="highest")
 
 
@@ -143,7 +146,8 @@ def _by_gram(method, batch: LossBatch, carry, updates: Updates, shard: Shard, at
         )
     limit = labels.num_cols - shard.first_item(rows)
     parts = math.prod(lax.axis_size(axis) for axis in shard.items)
-    padding = min(rows, rows * parts - labels.num_cols)  # of any device, at most
+    # The most padding rows that any device has.
+    padding = min(rows, rows * parts - labels.num_cols)
     weights = jnp.ones(len(batch.h), dtype)
     if batch.weights is not None:
         weights = batch.weights.astype(dtype)
@@ -154,7 +158,7 @@ def _by_gram(method, batch: LossBatch, carry, updates: Updates, shard: Shard, at
 
     inside = jnp.arange(rows, dtype=jnp.int32) < limit
     bias = denied = some = None
-    # -inf where there is neither loss nor gradient.
+    # -inf marks items that contribute neither loss nor gradient.
     offsets = jnp.where(inside, jnp.zeros(rows, dtype), -jnp.inf)
     if whole.bias is not None:
         bias = whole.bias.astype(dtype)
@@ -185,7 +189,8 @@ def _by_gram(method, batch: LossBatch, carry, updates: Updates, shard: Shard, at
     if update is None:
         return per_example, None, carry
 
-    used = (weights != 0)[:, None]  # 0 * inf would be NaN
+    # Rows with weight 0 become 0, because 0 * inf would be NaN.
+    used = (weights != 0)[:, None]
     dh = shard.own_sums(jnp.where(used, weights[:, None] * slopes, 0))
     moments = _moments(jnp.where(used, wide, 0), weights)
     terms = Terms(own.by_item, own.of_item, moments.centred, rows)
@@ -197,7 +202,8 @@ def _by_gram(method, batch: LossBatch, carry, updates: Updates, shard: Shard, at
     if not at_once:
         size = _chunk(method, len(h), hidden, num_items)
     change = _changes(terms, implementation, whole_size=size == num_items)
-    # The carry is updated in place only after all rows have been read.
+    # Without the barrier, rows of the carry could be overwritten before they are read, so XLA
+    # would copy them.
     carry, per_example, dh, moments = lax.optimization_barrier(
         (carry, per_example, dh, moments)
     )
@@ -216,7 +222,7 @@ def _by_gram(method, batch: LossBatch, carry, updates: Updates, shard: Shard, at
             implementation,
             precision,
         )
-        # All reads come before the first write.
+        # The barrier orders all reads before the first write.
         dkernel, dbias = lax.optimization_barrier((change(dkernel, start), dbias))
         dbias = None if bias is None else dbias
         return update(start, Layer(dkernel, dbias, None), carry)
@@ -225,12 +231,12 @@ def _by_gram(method, batch: LossBatch, carry, updates: Updates, shard: Shard, at
 
 
 def _labels(labels, entries, shard: Shard, batch: int, rows: int, denied) -> _Labels:
-    """The labels of the device's items; entries with an index that is no item are omitted."""
+    """The labels of this device's items. Entries whose index is not an item are omitted."""
 
     def values(data, columns):
         if denied is None:
             return data
-        # The loss and the gradient of a label of an excluded item are infinite.
+        # For a label of an excluded item, the loss and the gradient are infinite.
         y = jnp.ones(columns.shape, jnp.float32) if data is None else data
         hit = denied.at[columns].get(mode="clip") & (y != 0)
         return jnp.where(hit, jnp.inf, y)
@@ -271,7 +277,8 @@ def _loss_of_labels(x: CSR, bias, dtype) -> Float[Array, "batch"]:
 
 def _sums(x: CSR, column: Float[Array, "n"]) -> Float[Array, "rows"]:
     """The product of a sparse matrix and a column vector."""
-    if column.shape[0] == 1:  # all entries are multiplied with its only number
+    # All entries are multiplied by the only number of the column.
+    if column.shape[0] == 1:
         x = dataclasses.replace(x, indices=jnp.zeros_like(x.indices), num_cols=1)
     return lax.platform_dependent(x, column[:, None], cpu=by_loop, default=by_pieces)[
         :, 0
@@ -281,7 +288,7 @@ def _sums(x: CSR, column: Float[Array, "n"]) -> Float[Array, "rows"]:
 def _sums_by_item(
     terms: Terms, weights: Float[Array, "batch"] | None
 ) -> Float[Array, "rows"]:
-    """For each item i, the sum over its labels of `y_bi w_b`; without weights, of `y_bi`."""
+    """Sums for each item i over its labels: of `y_bi w_b`, or without weights of `y_bi`."""
     by_item, dtype = terms.by_column, terms.dy.dtype
     if terms.data is None and weights is None:
         sums = jnp.diff(by_item.indptr).astype(dtype)
@@ -296,7 +303,7 @@ def _sums_by_item(
 
 
 def _gram(kernel, kept, limit, padding: int, denied, precision: Word, *, for_gpu: bool):
-    """`W^T W` of the rows that are `kept`: those below `limit` that are not `denied`."""
+    """The Gram matrix `W^T W` of the rows below `limit` that are not `denied`."""
     rows, hidden = kernel.shape
     dot = functools.partial(item_chunks.dot, precision=precision)
     blocks = math.gcd(rows, _MOST_BLOCKS)
@@ -304,7 +311,7 @@ def _gram(kernel, kept, limit, padding: int, denied, precision: Word, *, for_gpu
         blocks //= 2
 
     def in_turn():
-        """Adds the products of one block after the other."""
+        """Adds the products of the blocks one after the other."""
 
         def add(start, size, total):
             part, mask = (
@@ -344,7 +351,7 @@ def _gram(kernel, kept, limit, padding: int, denied, precision: Word, *, for_gpu
 
 
 def _times_columns(bias, kernel, for_gpu: bool):
-    """`sum_i b_i W_i`, without the padding rows, which may have any values."""
+    """The sum of `b_i W_i` over all items, without padding rows, which may have any values."""
     if not for_gpu:
 
         def add(start, size, total):
@@ -382,7 +389,7 @@ class _Moments(NamedTuple):
 def _moments(
     h: Float[Array, "batch hidden"], weights: Float[Array, "batch"]
 ) -> _Moments:
-    sizes = jnp.abs(weights)  # cotangents may be negative
+    sizes = jnp.abs(weights)  # absolute values, because cotangents may be negative
     centre = sizes @ h / jnp.maximum(jnp.sum(sizes), jnp.finfo(h.dtype).tiny)
     moved = jnp.where((weights != 0)[:, None], h - centre[None], 0)
     centred = weights[:, None] * moved
@@ -447,17 +454,18 @@ def _gradients(
 
 
 def _times_vectors(chunk, vectors: Float[Array, "n hidden"], implementation):
-    """`W_i . v` for each vector and row."""
+    """The products `W_i . v` of each row with each vector."""
     chunk = chunk.astype(vectors.dtype)
-    if xla_is_for_gpu(implementation):  # fused, so that no float32 copy is written
+    # As a sum of products: XLA fuses it, so that no float32 copy is written.
+    if xla_is_for_gpu(implementation):
         return [jnp.sum(chunk * vector[None], axis=1) for vector in vectors]
     return _exact_dot(vectors, chunk, (1, 1))
 
 
 def _changes(terms: Terms, implementation: Implementation, *, whole_size: bool):
-    """Returns a function that subtracts the sums of the terms from rows, in place.
+    """Makes a function that subtracts the sums of the terms from rows of a gradient, in place.
 
-    It is called with a chunk of the gradient and the number of the chunk's first row.
+    The function is called with a chunk of the gradient, and the number of the chunk's first row.
     """
     if terms.by_column.columns.shape[0] == 0:
         return lambda gradient, start: gradient
@@ -510,7 +518,7 @@ def _change_by_mosaic(gradient, terms: Terms):
     return gradient
 
 
-# The choice of the form
+# --- choice of the form ---
 
 
 def _is_squared(rule: losses.LossRule, layer: Layer) -> bool:
@@ -527,7 +535,7 @@ def _is_faster(method: Method, batch: LossBatch, layer: Layer, shard: Shard) -> 
     nse = labels.nse
     if isinstance(labels, ShardedCSR):
         nse = parts * labels.blocks.nse
-    # The work that does not depend on the sizes takes as long as about one chunk of scores.
+    # The work that does not depend on the sizes takes about as long as one chunk of scores.
     label, fixed = _CPU_LABEL, chunked_loss.CPU_CHUNK_SCORES
     if xla_is_for_gpu(method.implementation):
         label, fixed = _GPU_LABEL, chunked_loss.GPU_CHUNK_SCORES
@@ -552,14 +560,14 @@ def _chunk(method: Method, batch: int, hidden: int, num_items: int) -> int:
 
 
 def _product_with_mosaic(kernel, size: int, implementation: Implementation) -> bool:
-    """Whether the GPU program computes the gradients of a chunk."""
+    """Whether a GPU program of `pallas_kernels` computes the gradients of a chunk."""
     if implementation not in (None, "mosaic_gpu") or mosaic.unsupported(kernel, size):
         return False
     return implementation is not None or custom_call_can_run(HOPPER)
 
 
 def _with_mosaic(terms: Terms, implementation: Implementation) -> bool:
-    """Whether the GPU program updates the rows that have labels."""
+    """Whether a GPU program of `pallas_kernels` updates the rows that have labels."""
     nse, hidden = terms.by_column.columns.shape[0], terms.dy.shape[1]
     if implementation is None:
         return hidden % 128 == 0 and mosaic_is_fastest(terms.dy, nse)

@@ -39,7 +39,7 @@ from sparsejax.sparse import MAX_ENTRIES, sums_so_far
 PARTS = ROW_MULTIPLE
 SLOTS = mosaic.SLOTS
 _WORDS = SLOTS // 4
-# Sort key of entries that come after all groups.
+# Sort key of entries that belong to no group; they come last.
 _LAST = np.uint32(0xFFFFFFFF)
 
 
@@ -165,7 +165,8 @@ def hashed(keys: TableKeys, seed: int) -> Any:
         total = total ^ word * np.uint32(0x1B873593)
         total = total << np.uint32(13) | total >> np.uint32(19)
         total = total * np.uint32(5) + np.uint32(0xE6546B64)
-    total = total ^ np.uint32(12)  # length of the hashed data in bytes
+    # The hash function mixes in the length of its input, 12 bytes.
+    total = total ^ np.uint32(12)
     total = (total ^ total >> np.uint32(16)) * np.uint32(0x85EBCA6B)
     total = (total ^ total >> np.uint32(13)) * np.uint32(0xC2B2AE35)
     return total ^ total >> np.uint32(16)
@@ -200,7 +201,7 @@ def find(
     wanted &= (part >= 0) & (part < len(index.used))
     part = jnp.where(wanted, part, 0)
     buckets = part[:, None] * layout.buckets + buckets
-    # A bit for each slot in both buckets: whether its tag is the key's.
+    # A mask over the slots of both buckets: whether the slot's tag equals the key's.
     same = _bytes(index.tags.reshape(-1, _WORDS)[buckets]) == tag[:, None, None]
     bits = jnp.arange(2 * SLOTS, dtype=jnp.uint32).reshape(1, 2, SLOTS)
     left = jnp.sum(same.astype(jnp.uint32) << bits, axis=(1, 2), dtype=jnp.uint32)
@@ -212,7 +213,7 @@ def find(
         left, found = state
         lowest = lax.population_count((left & (~left + 1)) - 1).astype(jnp.int32)
         bucket = jnp.where(lowest < SLOTS, buckets[:, 0], buckets[:, 1])
-        # Keys whose search has ended all read one slot, which is in a cache.
+        # Keys whose search has ended all read one slot, so that it stays in a cache.
         slot = jnp.where(left != 0, bucket * SLOTS + lowest % SLOTS, 0)
         row = index.slots.reshape(-1)[slot]
         place = jnp.where(left != 0, part * layout.rows + row, 0)
@@ -228,7 +229,7 @@ def find(
 
 
 def _program_can_run(index: Index, keys: TableKeys) -> bool:
-    # The program's results have no type with the mesh axes over which they vary.
+    # The GPU program cannot state the mesh axes over which its results vary.
     return not varying_axes((index, keys)) and custom_call_can_run(HOPPER_OR_NEWER)
 
 
@@ -319,7 +320,7 @@ def insert(
         room = jnp.maximum(room[:, 0], room[:, 1])
         left &= room > 0
         bucket = jnp.take_along_axis(buckets, choice[:, None], axis=1)[:, 0]
-        # The position of each key among the keys of its bucket.
+        # The rank of each key among the keys of its bucket.
         at = jnp.where(left, bucket, MAX_ENTRIES).astype(jnp.uint32)
         at, key = lax.sort((at, order), num_keys=2)
         ranks = order - lax.cummax(jnp.where(_differs(at), order, 0))
@@ -339,13 +340,13 @@ def insert(
     slot = jnp.full(len(new), -1, jnp.int32)
     tags, _, slot = lax.while_loop(goes_on, place, (tags, left, slot))
     placed = slot >= 0
-    # The last free rows are taken, so that the others keep their positions.
+    # Rows are taken from the end of the free rows, so that the others keep their positions.
     first = jnp.asarray(layout.firsts, jnp.int32)[of.keys.table]
     at = first + num_free - 1 - _rank(placed, of.group)
     at = jnp.where(placed, part * layout.rows + at, 0)
     row = index.free.reshape(-1)[at]
     place_of = part * layout.rows + row
-    nowhere = MAX_ENTRIES - order  # out of range, and unique
+    nowhere = MAX_ENTRIES - order  # indices that are out of range, and unique
     to_slot = jnp.where(placed, slot, nowhere)
     to_row = jnp.where(placed, place_of, nowhere)
     words = jnp.stack([of.keys.low, of.keys.high], axis=1)
@@ -380,7 +381,8 @@ def remove(layout: Layout, index: Index, gone: Bool[Array, "parts rows"]) -> Ind
     at = (first[None] + index.num_free)[:, table] + rank
     part = jnp.arange(parts, dtype=jnp.int32)[:, None]
     row = jnp.arange(layout.rows, dtype=jnp.int32)[None]
-    # A flat index, see `mesh.xla_options.DETERMINISTIC`. Indices out of range are unique, too.
+    # A flat index is needed, see `mesh.xla_options.DETERMINISTIC`. Indices out of range are
+    # unique, too.
     nowhere = MAX_ENTRIES - (part * layout.rows + row)
     at = jnp.where(gone, part * layout.rows + at, nowhere)
     free = (
@@ -397,9 +399,9 @@ def remove(layout: Layout, index: Index, gone: Bool[Array, "parts rows"]) -> Ind
 
 
 def _places(layout: Layout, keys: TableKeys) -> tuple[Any, Any, Any, Any]:
-    """The part of each key, its two buckets in the part, and its tag, 1 to 255.
+    """The part of each key, its two buckets in the part, and its tag (1 to 255).
 
-    The numbers may also be values in a GPU program.
+    The arguments may also be values inside a GPU program.
     """
     one, two, below = spread(keys), hashed(keys, 2), np.uint32(0xFFFFFF)
     buckets = np.uint32(layout.buckets)
@@ -427,6 +429,8 @@ def _differs(values: jax.Array) -> Bool[Array, "keys"]:
 def _rank(
     counts: Bool[Array, "keys"], group: UInt32[Array, "keys"]
 ) -> Int[Array, "keys"]:
-    """For each entry, how many before it in its group count; entries of a group are adjacent."""
+    """Counts for each entry the earlier entries of its group that count. Entries of a group must
+    be adjacent.
+    """
     before = sums_so_far(counts) - counts
     return before - lax.cummax(jnp.where(_differs(group), before, 0))

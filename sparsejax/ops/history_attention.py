@@ -1,4 +1,4 @@
-"""Causal attention within histories of any length, which are concatenated."""
+"""Causal attention within histories of any length. Histories are concatenated."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from sparsejax.sparse import segment_ids
 
 Activation = Literal["silu", "softmax"]
 
-# Ratio of times in neighbouring buckets, as a logarithm; the number of HSTU's authors.
+# Logarithm of the ratio between neighbouring time buckets, as HSTU's authors chose it.
 TIME_RATIO = 0.301
-_NONE = 2**30  # larger than any token's index
-# Most entries of a block, and most scores that exist at once. A CPU has small blocks,
-# as most histories are short, and as many of them at once as its caches hold.
+_NONE = 2**30  # larger than the index of any token
+# The most entries of a block, and the most scores computed at a time, on a GPU. On a CPU blocks
+# are small, as most histories are short, and as many are computed at a time as its caches hold.
 _GPU_BLOCK, _GPU_SCORES = 128, 2**26
 _CPU_BLOCK, _CPU_SCORES = 64, 2**17
 
@@ -265,7 +265,7 @@ def _check_numbers(indptr: np.ndarray, times, tokens: int) -> None:
     wrong = ~np.isfinite(used)
     wrong[1:] |= used[1:] < used[:-1]
     inside = np.zeros(len(used) + 1, bool)
-    inside[indptr[:-1]] = True  # the time before is another history's
+    inside[indptr[:-1]] = True  # the previous time belongs to another history
     wrong &= ~inside[:-1] | ~np.isfinite(used)
     if np.any(wrong):
         place = int(np.argmax(wrong))
@@ -310,7 +310,8 @@ def _spans(
     if times is not None:
         back = (times < jnp.roll(times, 1)) & (place > starts)
         bad = inside & (back | ~jnp.isfinite(times))
-        # Only entries of invalid histories are written to, so that the others need not wait.
+        # Only the entries of invalid histories are written, so that few writes wait for each
+        # other.
         found = jnp.zeros(last + 1, jnp.int32)
         found = found.at[jnp.where(bad, history, last + 1)].max(1, mode="drop")
         wrong |= found[history] > 0
@@ -349,7 +350,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _attend(operands, rule, implementation, precision):
-    """The result; and for softmax the logarithm of the sum of exponentials of each entry."""
+    """Computes the result, and for softmax the logarithm of each entry's sum of exponentials."""
     if implementation == "mosaic_gpu":
         q, k, v, *others = _for_program(operands)
         tokens = len(operands[0])
@@ -389,12 +390,14 @@ def _slopes(operands, y, norms, dy, rule, implementation, precision):
 
 
 def _unsupported(q: jax.Array) -> str | None:
-    """The reason why the GPU program cannot take `q`; None if it can. Tokens may be any number."""
+    """The reason why the GPU program cannot process `q`; None if it can. Any number of tokens is
+    supported.
+    """
     return mosaic.unsupported(_padded(q, 0))
 
 
 def _for_program(operands) -> Any:
-    """The operands as the GPU programs take them."""
+    """Converts the operands to the form that the GPU programs require."""
     q, k, v, (place, time), (starts, ends), times = operands
     ends = jnp.pad(ends, (0, -len(ends) % mosaic.TILE), mode="edge")
     q, k, v = (_padded(x, 0) for x in (q, k, v))
@@ -407,7 +410,7 @@ def _for_program(operands) -> Any:
 
 
 def _padded(x: jax.Array, fill) -> jax.Array:
-    """The array with `fill` appended up to a multiple of the GPU program's tile of tokens."""
+    """Appends `fill` up to a multiple of the number of tokens in the GPU program's tile."""
     more = -len(x) % mosaic.TILE
     pad = ((0, more), *[(0, 0)] * (x.ndim - 1))
     return jnp.pad(x, pad, constant_values=fill) if more else x
@@ -464,7 +467,7 @@ class _Blocks(NamedTuple):
         blocks = -(-tokens // block)
         chunk = min(blocks, form.chunk)
         blocks = -(-blocks // chunk) * chunk
-        none = blocks * block  # later than any entry
+        none = blocks * block  # an index after all entries
         inside = (starts >= 0) & (starts < tokens)
         first = jnp.where(inside, starts, none)
 
@@ -621,20 +624,22 @@ class _Blocks(NamedTuple):
         return varying_axes((self.q, self.k, self.v, self.first, self.biases))
 
     def queries(self, x, c):
-        """The blocks of chunk c."""
+        """Selects the blocks of chunk c."""
         return lax.dynamic_slice_in_dim(x, c * self.chunk, self.chunk)
 
     def keys(self, x, c, d):
-        """The blocks that are d blocks before those of chunk c."""
+        """Selects the blocks that are d blocks before those of chunk c."""
         return lax.dynamic_slice_in_dim(x, (c + 1) * self.chunk - d, self.chunk)
 
     def add(self, x, c, d, found):
-        """Adds `found` to the blocks that `keys` returns."""
+        """Adds `found` to the blocks that `keys` selects."""
         at = (c + 1) * self.chunk - d
         return lax.dynamic_update_slice_in_dim(x, self.keys(x, c, d) + found, at, 0)
 
     def scores(self, q, c, d, rule: Rule, einsum):
-        """The scores `[chunk, heads, block, block]`, and a mask of the pairs that count."""
+        """The scores `[chunk, heads, block, block]`, and a mask of the pairs within causal
+        histories.
+        """
         place, first = self.queries(self.place, c), self.queries(self.first, c)
         scores = rule.scale * einsum("chqd,chkd->chqk", q, self.keys(self.k, c, d))
         inside = jnp.arange(self.block, dtype=jnp.int32)
@@ -650,12 +655,12 @@ class _Blocks(NamedTuple):
         return scores, seen[:, None]
 
     def since(self, c, d) -> Float[Array, "chunk block block"]:
-        """Times of the queries minus times of the keys."""
+        """Time differences: times of the queries minus times of the keys."""
         times, before = self.queries(self.times, c), self.keys(self.times_before, c, d)
         return times[:, :, None] - before[:, None]
 
     def buckets(self, c, d, count: int) -> Int[Array, "chunk block block"]:
-        """The bucket of each pair that counts; any bucket for other pairs."""
+        """The time bucket of each pair that the mask of `scores` selects; else any bucket."""
         since = self.since(c, d)
         guess = jnp.log(jnp.maximum(since, 1)) / TIME_RATIO
         guess = jnp.clip(guess, 0, count - 1).astype(jnp.int32)
@@ -678,8 +683,8 @@ class _Blocks(NamedTuple):
         times, before = self.queries(self.times, c), self.keys(self.times_before, c, d)
         place, first = self.queries(self.place, c), self.queries(self.first, c)
         least = jnp.asarray(time_thresholds(count), times.dtype)
-        origin = place[:, :1] - d * self.block  # the first key of each block
-        # Keys from `low` on and before `high` count; the first of these are the oldest.
+        origin = place[:, :1] - d * self.block  # index of the first key of each block
+        # Keys from `low` up to `high` count. The oldest come first.
         low = jnp.clip(first - origin, 0, self.block)
         high = jnp.clip(place + 1 - origin, 0, self.block)
         shape = *low.shape, count
@@ -726,15 +731,15 @@ def _einsum(precision: Precision, dtype, sums):
 def _diagonal_sums(x: Float[Array, "n n"]) -> Float[Array, "2*n"]:
     """The sums of the elements on each diagonal, column - row = n - 1, ..., 1 - n; then 0."""
     n = len(x)
-    # The array is read in rows that are one element shorter. So each row moves one column to
-    # the right, and diagonals become columns.
+    # The array is read in rows that are one element shorter. So each row is shifted by one column
+    # more than the row before, and diagonals become columns.
     x = jnp.pad(x[:, ::-1], ((0, 0), (0, n))).reshape(-1)
     sums = jnp.sum(x[: n * (2 * n - 1)].reshape(n, 2 * n - 1), axis=0)
     return jnp.append(sums, 0)
 
 
 def _clipped(sums: Float[Array, "distances"], places: int) -> Float[Array, "places"]:
-    """The gradient of a bias whose last number applies to all larger distances."""
+    """The gradient of a bias whose last element applies to all larger distances."""
     sums = jnp.pad(sums, (0, max(0, places - len(sums))))
     # Without the barrier XLA fuses this sum with later operations, and each thread of the
     # program computes the sum again.

@@ -1,4 +1,6 @@
-"""Changes of a hash index by the host: some keys lose their rows, others get one."""
+"""Edits of a hash index by the host: removes keys from their rows, and assigns rows to other
+keys.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from sparsejax.ops.hash_index import PARTS, Index, Layout, TableKeys
 from sparsejax.sparse import MAX_ENTRIES
 from sparsejax.wide_ids import WideIds, joined
 
-# Most keys that are added at once.
+# Number of keys that are added at a time.
 _BLOCK = 65_536
 
 

@@ -1,7 +1,7 @@
 """Functions shared by operations over all items, which score a chunk of items at a time.
 
-The array of all scores, `[batch, items]`, is too large to keep. Each part of it is needed
-only once or twice.
+The array of all scores, `[batch, items]`, is too large for memory. Each part of it is needed only
+once or twice.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from sparsejax.mesh.per_device import gather_over_data, own_block
 from sparsejax.ops.precision import Precision, of_xla
 from sparsejax.ops.targets import Labels, TargetColumns, Targets
 
-# A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
+# With a multiple of this many items, a chunk is a whole number of SIMD vectors and matrix tiles.
 _ALIGNMENT = 128
-# On a GPU all matrix products are fast with a multiple of this many items.
+# On a GPU, all matrix products are fast if the number of items is a multiple of this.
 _ROUNDED = 256
 
 
@@ -109,7 +109,7 @@ def shard_of(
         `hidden`, or contradicts the blocks; or the rows cannot be divided evenly.
     """
     if isinstance(matrix, ShardedCSR):
-        axis_sizes()  # raises if no mesh with these axes is set
+        axis_sizes()  # raises an error if the current mesh lacks these axes
         if kernel_spec is not None and _axes_of(kernel_spec)[:1] != ("model",):
             raise ValueError(
                 f'kernel_spec is {kernel_spec}; the blocks lie over "model", so must '
@@ -208,7 +208,7 @@ def write_rows(
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype in which products of operands of this dtype are summed."""
-    # JAX's arrays may lack float64, while a NumPy array has it.
+    # JAX arrays are not float64 unless 64-bit types are enabled, but NumPy arrays may be.
     return jnp.promote_types(jax.dtypes.canonicalize_dtype(dtype), jnp.float32)
 
 
@@ -352,7 +352,7 @@ def entries_of(
     else:
         rows, indices = matrix.row_ids(), jnp.asarray(matrix.indices)
     outside = (indices < 0) | (indices >= matrix.num_cols)
-    # Only wrong entries are written: many writes to few places are slow on a GPU.
+    # Writes only the wrong entries: on a GPU, many writes to few positions are slow.
     broken = jnp.where(outside, rows, matrix.num_rows)
     broken = matrix.overfull_rows().at[broken].max(outside, mode="drop")
     rows = jnp.where((rows >= 0) & (rows < matrix.num_rows), rows, -1)

@@ -17,11 +17,11 @@ from sparsejax.sparse import CSR
 
 Form = Literal["dense", "sparse"] | None
 
-# A multiplication of SciPy's sparse product takes as long as this many of a dense product.
-# CPU: two cores, 3,706 columns. GPU: scaled by the float32 peak of an H200.
+# How many multiplications of a dense product take as long as one multiplication of SciPy's sparse
+# product. CPU: two cores, 3,706 columns. GPU: scaled by the float32 peak of an H200.
 _DENSE_IS_FASTER = {"cpu": 200, "gpu": 100_000}
-_CHUNK = 2**26  # numbers in a dense chunk of rows
-_BLOCK = 2**24  # most products of two numbers in a block of SciPy's result
+_CHUNK = 2**26  # number of elements in a dense chunk of rows
+_BLOCK = 2**24  # most multiplications for a block of SciPy's result
 
 
 def ease_weights(
@@ -125,7 +125,9 @@ def _nearest(products: jax.Array, shrink: jax.Array, k: int):
 
 
 def _nearest_by_block(x: CSR, k: int, shrink: float):
-    """`nearest_items` on the host, by blocks of columns that have few products in total."""
+    """Does the work of `nearest_items` on the host, in blocks of columns with few products in
+    total.
+    """
     items, matrix = x.num_cols, x.to_scipy().astype(np.float32)
     norms = np.sqrt(matrix.multiply(matrix).sum(axis=0)).astype(np.float32)
     by_item = scipy.sparse.csr_array(matrix.T)
@@ -176,7 +178,7 @@ def _add_products(total: jax.Array, chunk: jax.Array) -> jax.Array:
 
 
 def _form(x: CSR) -> Form:
-    """The faster form of `gram`."""
+    """The faster form of `gram` for this matrix."""
     lengths = np.diff(np.asarray(x.indptr)).astype(np.float64)
     dense = float(x.num_rows) * x.num_cols**2
     platform = jax.default_backend()

@@ -33,14 +33,16 @@ from sparsejax.ops.item_chunks import Shard
 from sparsejax.ops.targets import TargetColumns, Targets
 from sparsejax.sparse import sums_so_far
 
-# Exponentials in a block: .9 GB; with wide vectors a bit more, as their kernel's gradient
-# takes longer to add up (8,192 x 2,304 x 256,000: 39.8 ms with 2,048 rows, 42.8 with 1,664).
+# Number of exponentials in a block: 0.9 GB; with wide vectors slightly more, as their kernel's
+# gradient takes longer to add up (8,192 x 2,304 x 256,000: 39.8 ms with 2,048 rows, 42.8 with
+# 1,664).
 _BLOCK_SCORES, _WIDE, _BLOCK_SCORES_OF_WIDE = 9 * 10**8 // 2, 1024, 2**29
-# With fewer rows in a block another form is faster, unless the block has all rows.
+# With fewer rows in a block, another form is faster, unless a single block has all rows.
 _LEAST_ROWS = 1024
-# Rounding the kernel's gradient this many times makes an error of .5 % of its norm.
+# Rounding the kernel's gradient this many times causes an error of 0.5 % of its norm.
 _MOST_BLOCKS = 16
-# Sums of `e` whose logarithms are farther from 0 are computed again with another reference.
+# If the logarithm of a sum of `e` is farther from 0 than this, the sum is computed again with
+# another reference.
 _MOST = 60.0
 
 
@@ -207,7 +209,8 @@ def loss_and_gradients(
         part = item_chunks.dot(e, layer.kernel, (1, 0)) * slope[:, None]
         dh = item_chunks.write_rows(dh, part, i * rows)
         scaled = (mine.h.astype(dtype) * slope[:, None]).astype(mine.h.dtype)
-        scaled = jnp.where((slope == 0)[:, None], 0, scaled)  # 0 * inf would be NaN
+        # Rows with slope 0 become 0, because 0 * inf would be NaN.
+        scaled = jnp.where((slope == 0)[:, None], 0, scaled)
         dkernel += item_chunks.dot(e, scaled, (0, 0), dkernel.dtype)
         if dbias is not None:
             dbias += jnp.sum(e.astype(dtype) * slope[:, None], axis=0)
@@ -228,7 +231,9 @@ def loss_and_gradients(
 def _wanted_first(
     skipped: Bool[Array, "batch"], size: int
 ) -> tuple[Int[Array, "size"], Int[Array, "batch"]]:
-    """The rows in the order of the blocks, padded with `batch`; and each row's new position."""
+    """The rows in the order of the blocks, padded with `batch`; and the new position of each
+    row.
+    """
     batch = len(skipped)
     wanted = sums_so_far(~skipped) - 1
     place = jnp.where(skipped, wanted[-1] + sums_so_far(skipped), wanted)
@@ -238,10 +243,10 @@ def _wanted_first(
 
 
 def _exponentials(rows: ScoredRows, kernel, bias, start, shard: Shard):
-    """`e` for the device's items, its sums over all items, and the reference of each row.
+    """Computes `e` for the device's items, its sums over all items, and the reference of each row.
 
-    If a score exceeds the target's by far, the row's largest score becomes the reference,
-    which takes two more products.
+    If a row's largest score exceeds its target's by far, the largest score becomes the reference.
+    This takes two more products.
     """
 
     h = rows.h

@@ -144,7 +144,7 @@ def linear_cross_entropy(
     kept = labels.columns != IGNORED
     total = jnp.sum(jnp.where(kept, share, 0))
     nothing = total == 0
-    # `share` is selected last, and so is its gradient: an ignored row may have any values.
+    # The selection comes last, so that an ignored row may have any values, and its gradient is 0.
     share = jnp.where(kept & ~nothing, share / jnp.where(nothing, 1, total), 0)
     if kernel_spec is None:
         operands = rows, kernel, bias, scale
@@ -164,7 +164,7 @@ def linear_cross_entropy(
 
 
 def _with_targets(targets: np.ndarray) -> np.ndarray:
-    """The indices of rows with targets and some others; their number is one of eight sizes."""
+    """The indices of all rows with targets, filled up with other rows to one of eight sizes."""
     wanted, others = (
         np.flatnonzero(x) for x in (targets != IGNORED, targets == IGNORED)
     )
@@ -174,7 +174,7 @@ def _with_targets(targets: np.ndarray) -> np.ndarray:
 
 
 def _padded(operands, implementation: Implementation, precision: Precision):
-    """Pads the operands with zeros to sizes that the GPU programs take, if they are used."""
+    """Pads the operands with zeros to sizes that the GPU programs support, if these are used."""
     h, kernel, bias, scale = operands
     if implementation is None and custom_call_can_run(HOPPER):
         dtype = operand_dtype(precision, h.dtype, len(h), len(kernel))

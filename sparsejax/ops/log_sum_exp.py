@@ -36,7 +36,8 @@ def _by_mosaic(method: Method, h: jax.Array, layer: Layer) -> bool:
 
 
 def _chunks(method: Method, h, layer: Layer, limit, *, with_product: bool) -> Chunks:
-    labels = TargetColumns(jnp.full(len(h), -1, jnp.int32))  # no row has a label
+    # The index -1 means that a row has no label.
+    labels = TargetColumns(jnp.full(len(h), -1, jnp.int32))
     if _by_mosaic(method, h, layer):
         h = h.astype(jnp.bfloat16)
         options = {"with_values": False, "with_product": with_product}
@@ -125,7 +126,8 @@ def gradients_of_part(
     """
     chunks = _chunks(method, h, layer, limit, with_product=True)
     items, dtype = len(layer.kernel), item_chunks.accumulator(h.dtype)
-    h = jnp.where((weights != 0)[:, None], chunks.h, 0)  # 0 * inf would be NaN
+    # Rows with weight 0 become 0, because 0 * inf would be NaN.
+    h = jnp.where((weights != 0)[:, None], chunks.h, 0)
     dot = functools.partial(item_chunks.dot, precision=method.precision)
 
     def step(start, size, state):
@@ -149,6 +151,6 @@ def gradients_of_part(
 
 
 def _slopes(scores, labels, listed, weights, log_sums):
-    """Computes slopes, without values, for `Chunks.slopes`."""
+    """Score gradients for `Chunks.slopes`, without values of the loss."""
     del labels, listed
     return None, weights * jnp.exp(scores - log_sums)

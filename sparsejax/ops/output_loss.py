@@ -234,7 +234,9 @@ def _check(h, kernel, bias, labels, scale, implementation) -> None:
 
 
 def _write_gradients(start, chunk: Layer, gradients: Any) -> Any:
-    """An `update` that rounds a chunk's gradients and writes them into arrays of all items."""
+    """An `update` for chunks: rounds a chunk's gradients, and writes them into arrays for all
+    items.
+    """
 
     def write(array, rows):
         return item_chunks.write_rows(array, rows, start)
@@ -245,7 +247,7 @@ def _write_gradients(start, chunk: Layer, gradients: Any) -> Any:
 def _write_kernel_gradient(
     start, slopes, h, gradients: Any
 ) -> tuple[Any, jax.Array | None]:
-    """Writes a chunk of the kernel's gradient; XLA would copy the chunk after its product."""
+    """Writes a chunk of the kernel's gradient, where possible by a GPU program, in place."""
     kernel, with_sums = gradients.kernel, gradients.bias is not None
     whole = slopes.shape[1] == len(kernel)
     if whole or _by_parts_of_the_batch(slopes, h):
@@ -268,7 +270,7 @@ def _by_parts_of_the_batch(slopes: jax.Array, h: jax.Array) -> bool:
     return batch > 2**13 and tiles < 96
 
 
-# Derivatives, and the choice of the implementation
+# --- derivatives, and choice of the implementation ---
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -300,7 +302,7 @@ def _per_example(how, h, kernel, bias, scale, labels):
 
 
 def _per_example_forward(how, *operands):
-    # `_per_example` has no derivative in forward mode, so it is not called here.
+    # Forward mode does not support `_per_example`, so it is not called here.
     h, kernel, bias, scale, labels = operands
     return _run(how, h, kernel, bias, scale, None, labels, False)[0], operands
 
@@ -318,7 +320,7 @@ _per_example.defvjp(_per_example_forward, _per_example_backward)
 def _compiled(
     h, kernel, bias, scale, weights, labels, *, how: Method, differentiate: bool
 ):
-    """Losses `[batch]`, unweighted, and the gradients of their weighted sum."""
+    """The losses `[batch]` without weights, and the gradients of their weighted sum."""
 
     def local(shard, batch, whole):
         if differentiate and (
@@ -334,7 +336,7 @@ def _compiled(
             )
             return per_example, dh.astype(h.dtype), gradients
 
-        # Padding rows may be in no chunk, and so are never written.
+        # Padding rows may be in no chunk. Then they are not written.
         written = item_chunks.rounded_items(labels.num_cols, len(kernel))
         everything = shard.items or written == len(kernel)
         unwritten = _empty_like if everything else jnp.zeros_like
@@ -364,7 +366,9 @@ def _compiled(
 
 
 def _typed(how: Method, labels: Labels, rows, items):
-    """Gives arrays with a row for each example, or each item, the gradients' mesh axes."""
+    """Adds the mesh axes of the gradients to the types of arrays with a row for each example or
+    item.
+    """
     num_rows = len(items[0])
     shard = item_chunks.shard_of(how.kernel_spec, labels, labels.num_rows, num_rows)
     if shard is None:

@@ -33,17 +33,17 @@ from jaxtyping import Array, Bool, Float, Int
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, MAX_ENTRIES
 
-# Entries of a piece: about as many as a row has on average. Smaller pieces need more nodes
-# to write, larger pieces have more places without an entry.
+# Number of entries in a piece: about as many as a row has on average. With smaller pieces more
+# nodes are written, with larger pieces more positions are empty.
 _SMALLEST, _LARGEST = 4, 32
-# Number of nodes that a node of level 2, of level 3, and of each further level adds. At most
-# half as many nodes as level 1 has may be of level 2, so these add few.
+# How many nodes of the level below are added to a node of level 2, of level 3, and of each further
+# level. Level 2 may have up to half as many nodes as level 1, so its nodes add few.
 _FAN_IN = 8, 32, 64
-# Entries of a row in a step of `by_steps`: as many as a row usually has. If there are few
-# rows, a step has more, so that one long row is one step; very many rows have fewer.
+# How many entries of a row are added in a step of `by_steps`: as many as a row usually has. With
+# few rows a step has more, so that one long row is one step; with very many rows it has fewer.
 _STEP, _LEAST_STEP = 64, 8
 _LEAST_TERMS, _MOST_TERMS = 2**10, 2**16
-# Written in place of a row id: there is no entry, or its row does not exist.
+# Special values in place of a row id: there is no entry, or the entry's row does not exist.
 _NOTHING, _OUTSIDE = -1, -2
 
 
@@ -64,7 +64,7 @@ class _Level(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """The entries to add for each row of a result.
+    """The rows of `w` to add for each row of a result.
 
     Attributes:
       ids: the row to read; `_NOTHING` if there is no entry.
@@ -79,14 +79,14 @@ class _Entries(NamedTuple):
     def sum(self, w: Float[Array, "features hidden"]) -> Float[Array, "rows hidden"]:
         """The sums of the rows of `w`, in order."""
         total = jnp.zeros((), accumulator(w.dtype))
-        # Written out, without a loop: XLA makes one program, which loads several rows before
-        # it adds the first.
+        # Unrolled, so that XLA makes one program, which loads several rows before it adds the
+        # first.
         for term in range(self.ids.shape[1]):
             ids = lax.slice_in_dim(self.ids, term, term + 1, axis=1)
             rows = _rows(w, ids).astype(total.dtype)
             if self.values is not None:
                 rows = rows * lax.slice_in_dim(self.values, term, term + 1, axis=1)
-            # A select, not a factor of zero: the row that padding reads may be NaN.
+            # A selection, not a factor of 0: the row that padding reads may be NaN.
             total = total + jnp.where(ids >= 0, rows, 0)
         return jnp.where(self.broken[:, None], jnp.nan, total)
 
@@ -103,7 +103,7 @@ def by_pieces(
     """
     num_rows, nse, dtype = x.num_rows, x.nse, dtype or w.dtype
     if 0 in (num_rows, nse, w.shape[0]):
-        # No entry or no row of `w` exists. A row that should have entries is NaN.
+        # There are no entries, or `w` has no rows. In the latter case rows with entries are NaN.
         y = jnp.where(x.row_lengths() > 0, jnp.nan, 0).astype(dtype)
         return jnp.broadcast_to(y[:, None], (num_rows, w.shape[1]))
     # Without this barrier and those below, XLA may compute integers again for each of the
@@ -158,7 +158,7 @@ def by_steps(
 
 
 def _rest(x, w, starts, lengths, piece, levels):
-    """The sums of each row's entries after its first piece."""
+    """The sum of each row's entries after its first piece."""
     num_rows = x.num_rows
     pieces = jnp.maximum(lengths - 1, 0) // piece
     counts = jnp.stack(
@@ -215,13 +215,13 @@ def _sums_so_far(counts: Int[Array, "levels rows"]) -> Int[Array, "levels rows"]
 
 
 def _piece(nse: int, num_rows: int) -> int:
-    """Entries of a piece; a power of 2."""
+    """Number of entries in a piece, a power of 2."""
     average = -(-nse // num_rows)
     return min(max(1 << (average - 1).bit_length(), _SMALLEST), _LARGEST)
 
 
 def _levels(nse: int, piece: int) -> list[_Level]:
-    """The levels that rows with `nse` entries in all can need."""
+    """The levels that are needed to sum rows with `nse` entries in total."""
     pieces = (nse - 1) // piece
     levels, over, size, fan_in = [], 0, 1, piece
     fan_ins = itertools.chain(_FAN_IN, itertools.repeat(_FAN_IN[-1]))
@@ -234,7 +234,7 @@ def _levels(nse: int, piece: int) -> list[_Level]:
 
 
 def _entries(x: CSR, w, starts, counts, size: int) -> _Entries:
-    """The next `counts` entries from each of the `starts` on; at most `size` for each row."""
+    """The `counts` entries that begin at each of `starts`, at most `size` for each row."""
     place = jnp.arange(size, dtype=jnp.int32)[None]
     entry, used = starts[:, None] + place, place < counts[:, None]
     ids = jnp.asarray(x.indices).at[entry].get(mode="clip")
@@ -254,7 +254,7 @@ def _sum_of_nodes(
     counts: Int[Array, "rows"],
     size: int,
 ) -> Float[Array, "rows hidden"]:
-    """The sums of `counts` nodes from each of the `starts` on; each count is at most `size`."""
+    """Sums `counts` nodes that begin at each of `starts`; each count is at most `size`."""
     place = jnp.arange(size, dtype=jnp.int32)[None]
     used = place < counts[:, None]
     # Unused terms all read one row, which stays in the cache.
@@ -267,7 +267,7 @@ def _sum_of_nodes(
 def _rows(
     array: Float[Array, "_ hidden"], ids: Int[Array, "rows 1"]
 ) -> Float[Array, "rows hidden"]:
-    """The rows with these ids; an arbitrary row for an id that is out of range."""
+    """Reads the rows with these ids; an id out of range reads an arbitrary row."""
     return lax.gather(
         array,
         ids,
@@ -282,9 +282,9 @@ def _rows(
 def _passed(
     ends: Int[Array, "segments"], positions: Int[Array, "size"]
 ) -> Int[Array, "size"]:
-    """How many of the `ends`, which ascend, are at most each position: a binary search.
+    """Counts for each position the `ends`, which ascend, that are at most this position.
 
-    Written out, without a loop: XLA makes one program of it.
+    It is a binary search, unrolled so that XLA makes one program of it.
     """
     size = ends.shape[0]
     passed = jnp.zeros_like(positions)

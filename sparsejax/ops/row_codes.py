@@ -89,7 +89,7 @@ def coded(rows: Float[np.ndarray, "rows dim"], kind: TableDtype) -> RowCodes:
         scale = np.max(np.abs(wide), axis=1) / np.float32(_LARGEST)
         codes = _divided(wide, scale).clip(-_LARGEST, _LARGEST)
         return RowCodes(codes.astype(_DTYPES[kind]), scale, None)
-    # In float64: a difference of float32's largest numbers overflows in float32.
+    # In float64, because a difference of very large float32 numbers may overflow in float32.
     exact = wide.astype(np.float64)
     low = exact.min(axis=1)
     scale = ((exact.max(axis=1) - low) / 255).astype(np.float32)
@@ -118,6 +118,6 @@ def summed_codes(x: CSR, rows: RowCodes) -> Float[Array, "batch dim"]:
     decoded = codes * scale
     if rows.offset is not None:
         decoded += jnp.asarray(rows.offset)[ids][:, None]
-    # Each entry now refers to its own dequantized row.
+    # Each entry refers to its own dequantized row from here on.
     by_entry = x.with_indices(jnp.arange(x.nse, dtype=jnp.int32), x.nse)
     return gather_matmul(by_entry, decoded, implementation="xla")

@@ -41,12 +41,12 @@ from sparsejax.sparse import CSR, segment_ids, sums_so_far
 State = dict[str, jax.Array]
 
 # A CPU works on blocks of this many elements, which stay in its cache. Other devices work on
-# blocks of this many rows: a block has to be worth the launch of its programs.
+# blocks of this many rows, so that a block is worth the launch of its programs.
 _CPU_ELEMENTS, _BLOCK = 2**15, 2**16
 # Number of rows whose missed steps are repeated together.
 _REPEATED = 128
-# Smallest useful lag table. A program of many steps brings rows up to date before their lag
-# exceeds the table, which takes too long with a shorter table.
+# Smallest number of lags with which a program of many steps uses a lag table. The program updates
+# each row before its lag exceeds the table, which takes too long with a shorter table.
 LEAST_LAGS = 128
 NEVER = -1
 
@@ -70,9 +70,9 @@ class RowRule(Protocol):
     # Whether `step` (and `catch_up`, if weights do not drift) works element by element,
     # with operations that Pallas supports on GPUs. Then its arrays may be pieces of a row.
     elementwise: ClassVar[bool]
-    # Whether they work element by element except for means over a row. Then `step` takes a
-    # further argument `mean`, a function that computes such a mean. The state may be one
-    # number a row.
+    # Whether they work element by element except for means over a row. Then `step` has a further
+    # argument `mean`, a function that computes such a mean. The state may be one number for each
+    # row.
     by_row: ClassVar[bool]
 
     @property
@@ -249,8 +249,8 @@ def step_terms(
             found = terms.gathered()
             return step(trained, found), jnp.minimum(found.by_column.indptr[0], 0)
 
-        # The host waits for the condition, and cannot launch further programs meanwhile. So the
-        # condition comes first: while gradients are exchanged, layers still compute.
+        # The host waits for this condition, and cannot launch further programs meanwhile. So it
+        # comes first, and layers still compute while gradients are exchanged.
         trained, zero = lax.cond(
             crowded, gathered, lambda trained: (trained, jnp.int32(0)), trained
         )
@@ -277,11 +277,11 @@ def step_terms(
         trained = _without_old(rule, trained, touched, passed)
     lags, last = None, trained.last
     if last is not None:
-        # Without the barrier XLA reads these numbers in the program that counts the entries, which
-        # has few threads: a step takes 26 us in place of 5.
+        # Without the barrier, XLA reads these numbers in the program that counts the entries,
+        # which has few threads: a step takes 26 us instead of 5.
         lags = _lag(_read(last, lax.optimization_barrier(column)), count)
         done = jnp.where(targets >= 0, targets, trained.num_rows)
-        # Not `unique_indices`: entries that are not the last of a row have the same index.
+        # Indices are not unique: entries that are not the last of a row have equal indices.
         last = last.at[done].set(count + 1, mode="drop")
 
     step, scalars = step_of_arrays(rule, trained.state, count + 1)
@@ -364,7 +364,9 @@ def step_of_arrays(
 
 
 def _catch_up_of_arrays(rule: RowRule, state: State) -> CatchUp:
-    """`catch_up_by_table` as a function of `[w, *state.values()]`, as GPU programs take it."""
+    """Makes `catch_up_by_table` a function of `[w, *state.values()]`, the form that GPU programs
+    call.
+    """
     names = list(state)
 
     def catch_up(arrays, numbers, shared):
@@ -400,7 +402,7 @@ def narrowed(
     """
     if noise is None:
         return w.astype(dtype)
-    return noise.rounded(w.astype(jnp.float32), step, ids)  # it may be float64
+    return noise.rounded(w.astype(jnp.float32), step, ids)  # the weights may be float64
 
 
 def step_whole(
@@ -418,7 +420,7 @@ def step_whole(
         w, state = rule.catch_up(w, state, lag, count)
     slope = gradient.astype(w.dtype)
     w, state = rule.step(w, state, slope, rule.numbers(count + 1))
-    # Computed from the old array, so that on a mesh its sharding does not change.
+    # Computed from the old array, so that its sharding on a mesh does not change.
     last = None if trained.last is None else jnp.maximum(trained.last, count + 1)
     state = {name: state[name].astype(trained.state[name].dtype) for name in state}
     w = narrowed(w, trained.w.dtype, noise, count + 1)
@@ -450,7 +452,7 @@ def settle(
         rows = P("model")
         return call_on_each_device(part, (trained, passed), (rows, P()), rows)
     count = passed.count
-    if not rule.drifts:  # the weights stay, the state changes in one pass
+    if not rule.drifts:  # weights do not drift, so only the state changes, in one pass
         lag = _lag(trained.last, count)[:, None]
         _, state = rule.catch_up(trained.w, trained.state, lag, count)
         return TrainedKernel(
@@ -567,14 +569,14 @@ def gather_current(
 
 
 def _copied(rule, x, trained, passed):
-    """The entries of `x` with indices into copies of the rows that they name; these copies."""
+    """Copies the rows that `x` reads; returns `x` with indices into the copies, and the copies."""
     ids, slots = touched_rows(x, trained.num_rows)
     rows = current_rows(rule, trained, ids, passed)
     return CSR(x.data, slots, x.indptr, num_cols=ids.shape[0]), rows
 
 
 def _gathered(rule, implementation, x, trained, passed):
-    """`gather_current` on one device, without a derivative."""
+    """Does the work of `gather_current` on one device, without a derivative."""
     count, noise, table = passed
 
     def by_copies(trained, x, count):
@@ -644,17 +646,17 @@ def touched_rows(
 
 
 def _first_row(num_rows):
-    """The number of the first row that this device has of a kernel with divided rows."""
+    """The number of the first kernel row on this device."""
     return lax.axis_index("model") * num_rows
 
 
 def _lag(last, count):
-    """The number of steps, out of `count`, that each row has missed."""
+    """The number of missed steps of each row, among the first `count` steps."""
     return jnp.where(last == NEVER, 0, count - last)
 
 
 def _without_old(rule, trained, ids, passed):
-    """Brings those rows `ids` up to date that have missed more steps than the table has."""
+    """Brings the rows `ids` up to date that have missed more steps than the lag table has."""
     lag = _lag(_read(trained.last, ids), passed.count)
     old = (ids < trained.num_rows) & (lag > rule.table_lags)
 
@@ -670,7 +672,7 @@ def _without_old(rule, trained, ids, passed):
 def _chosen(
     mask: Bool[Array, "n"], ids: Int[Array, "n"]
 ) -> tuple[Int[Array, "n"], Int[Array, ""]]:
-    """The ids for which the mask is true, packed to the front in order; and their number."""
+    """Moves the ids whose mask is true to the front, in order; also returns their number."""
     used, size = jnp.sum(mask, dtype=jnp.int32), mask.shape[0]
 
     def pack():
@@ -681,7 +683,8 @@ def _chosen(
 
 
 def _caught_up(rule, trained, ids, passed, young=False):
-    """Rows `ids`, up to date, in float32 or float64; an id out of range reads some row.
+    """Computes up-to-date copies of the rows `ids`, in float32 or float64. For an id out of range,
+    the result is arbitrary.
 
     With noise the weights are bfloat16 numbers.
     """
@@ -705,7 +708,9 @@ def _caught_up(rule, trained, ids, passed, young=False):
 
 
 def _old_repeated(rule, before, after, lag, count):
-    """Replaces the rows of `after` whose lag exceeds the table: their steps are repeated."""
+    """Replaces the rows of `after` whose lag exceeds the table, by repeating their missed
+    steps.
+    """
     old, every = lag > rule.table_lags, jnp.arange(lag.shape[0], dtype=jnp.int32)
 
     def repeat(before, after, lag):
@@ -734,7 +739,7 @@ def _written(trained, ids, w, state, count):
 
 
 def _wide(w):
-    """Weights in the dtype in which rules compute."""
+    """Converts weights to the dtype in which rules compute."""
     return w.astype(accumulator(w.dtype))
 
 

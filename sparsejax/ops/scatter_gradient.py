@@ -30,9 +30,9 @@ from sparsejax.ops.implementations import FOR_GPU, Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, Transposed, sums_so_far
 
-# On a CPU, ranking the touched rows by a pass over all rows beats sorting the entries if
-# there are at most about this many rows for each entry (67 k entries: .4 ms for 27 k rows
-# and 5 for a million, a sort takes 5; 8 million rows take 60).
+# Touched rows are ranked by a pass over all rows, or by sorting the entries. On a CPU the pass is
+# faster with at most about this many rows for each entry (67 k entries: 0.4 ms for 27 k rows and 5
+# for a million; 8 million rows take 60; sorting takes 5).
 COUNTING_LIMIT = 16
 
 
@@ -216,7 +216,8 @@ class Terms(NamedTuple):
             elif gathered.data is not None:  # distinct ids have no values
                 data = jnp.ones(nse, gathered.data.dtype)
             if len(dy) < batch:
-                # No entry names the rows after `dy`, and writing zeros there would take .3 ms.
+                # No entry reads the rows after `dy`, so they need no zeros, which would take 0.3
+                # ms.
                 room = lax.empty((batch, dy.shape[1]), dy.dtype)
                 dy = lax.dynamic_update_slice(room, dy, (0, 0))
             by_column = _sized_transposed(terms.by_column, nse, self.num_rows)
@@ -307,7 +308,8 @@ def _divided_terms(xs, dys, num_rows: int) -> Terms:
         (P("data", "model"), P("model")),
         P("model"),
     )
-    # Each `dy` is gathered separately. XLA would divide the columns first, to join them.
+    # Each `dy` is gathered separately: XLA would divide a concatenation by columns before it
+    # gathers.
     dy = jnp.concatenate([replicated(dy) for dy in dys])
     return Terms(by_column, data, dy, num_rows, divided=True)
 
@@ -341,7 +343,7 @@ def _exchanged_terms(xs, dys, num_rows: int) -> Terms:
 
 
 def _own_terms(xs, dys, width: int, *, gather: bool) -> Terms:
-    """In `shard_map`: the terms of this device's rows, by a gather or an exchange."""
+    """In `shard_map`: the gradient terms of this device's rows, after a gather or an exchange."""
     parts, slopes, first = [], [], 0
     for x, dy in zip(xs, dys, strict=True):
         found = own_terms(x, dy, width, added, gather=gather)
@@ -360,7 +362,7 @@ def _own_terms(xs, dys, width: int, *, gather: bool) -> Terms:
 
 
 def _sized(values: jax.Array, size: int, padding: Any) -> jax.Array:
-    """The first `size` values, or all values followed by padding."""
+    """The first `size` values. If there are fewer, padding follows them."""
     values = values[:size]
     return jnp.concatenate(
         [values, jnp.full(size - len(values), padding, values.dtype)]
@@ -368,7 +370,7 @@ def _sized(values: jax.Array, size: int, padding: Any) -> jax.Array:
 
 
 def _sized_transposed(x: Transposed, nse: int, num_cols: int) -> Transposed:
-    """The entries in arrays for another `nse`, into which all entries that count must fit."""
+    """Resizes arrays to another `nse`, which must be enough for all entries that count."""
     return Transposed(
         _sized(x.columns, nse, num_cols),
         _sized(x.rows, nse, 0),
@@ -389,7 +391,9 @@ def _gathered(xs: Sequence[LookupRows]) -> list[LookupRows]:
 
 
 def _reduced_rows(xs, dys, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """The touched rows and their gradients, summed over all devices as dense matrices."""
+    """The touched rows and their gradients. Gradients are summed over all devices as dense
+    matrices.
+    """
 
     def part(xs, dys):
         xs, total = [own_block(x).parts for x in xs], 0
@@ -397,7 +401,7 @@ def _reduced_rows(xs, dys, num_rows: int) -> tuple[jax.Array, jax.Array]:
         for x, dy in zip(xs, dys, strict=True):
             total += dense_gradient(x, dy, num_rows)
             touched = touched.at[x.columns(padding=num_rows)].set(True, mode="drop")
-        # One sum over devices for both.
+        # One sum over devices serves gradients and touched flags.
         total = jnp.concatenate([total, touched[:, None]], axis=1)
         return lax.psum(total, ("data", "model"))
 
@@ -448,8 +452,8 @@ def dense_gradient(
         return _add_rows(num_rows, *_entries(x, num_rows), dy, count)
 
     def scatter(x, dy):
-        # The touched rows are summed first: XLA's scatter of rows is slow where it has
-        # duplicates to add.
+        # The entries of each touched row are summed first: XLA's scatter of rows is slow with
+        # duplicate indices.
         terms = row_terms([x], [dy], num_rows)
         ids, values = terms.ids(), terms.values(implementation)
         zeros = jnp.zeros((num_rows, dy.shape[1]), sums)
@@ -457,7 +461,7 @@ def dense_gradient(
             values,
             mode="drop",
             unique_indices=True,
-            # Columns of a `transposed` that was made before may be in another order.
+            # The columns of an existing `transposed` may be in another order.
             indices_are_sorted=x.transposed is None,
         )
 
@@ -492,14 +496,18 @@ def _dense_gradient_of_divided(x: DividedRows, dy, num_rows: int, implementation
 
 
 def _entries(x: CSR, padding: int):
-    """The column (`padding` if it does not count), the row and the value of each entry."""
+    """The column, row and value of each entry; the column is `padding` for an entry that does not
+    count.
+    """
     value = None if x.data is None else _wide(x.data)
     row = jnp.minimum(x.row_ids(), x.num_rows - 1)
     return x.columns(padding=padding), row, value
 
 
 def _concatenated(xs: Sequence[CSR], padding: int):
-    """`_entries` of all matrices, stacked: their rows are numbered consecutively."""
+    """`_entries` of all matrices, concatenated. Rows are numbered consecutively over the
+    matrices.
+    """
     firsts = itertools.accumulate([0, *(x.num_rows for x in xs[:-1])])
     parts = [_entries(x, padding) for x in xs]
     return _joined(
@@ -519,7 +527,7 @@ def _joined(parts):
 
 
 def _rows_by_count(column, row, value, dy, num_rows):
-    """Ranks the touched rows, then adds the entries one by one."""
+    """Ranks the touched rows, then adds up their entries one by one."""
     ids, slot = rank_by_count(column, num_rows)
     return ids, _add_rows(ids.shape[0], slot, row, value, dy, column.shape[0])
 
@@ -570,5 +578,5 @@ def _nothing_to_add(xs: Sequence[LookupRows]) -> bool:
 
 
 def _wide(data: jax.Array | np.ndarray) -> jax.Array:
-    """Values in the dtype in which their products are summed."""
+    """Converts values to the dtype in which their products are summed."""
     return jnp.asarray(data, accumulator(data.dtype))

@@ -1,4 +1,4 @@
-"""Parts of the softmax over all items: its sums, its loss, and its score gradients."""
+"""Parts of the softmax over all items: sums of exponentials, loss, and score gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Normaliser(NamedTuple):
         """The normaliser of all items, merged from the normalisers of parts of the items."""
         largest, total, label_sum, label_scores = known
         all_largest = jnp.max(largest, axis=0)
-        shift = finite(all_largest)  # -inf - -inf would be NaN
+        shift = finite(all_largest)  # if all scores are -inf, -inf - -inf would be NaN
         total = jnp.sum(total * jnp.exp(largest - shift[None]), axis=0)
         return cls(
             all_largest,
@@ -64,7 +64,7 @@ def loss_and_slopes(
     if shard.items:
         found = Normaliser.merge(lax.all_gather(tuple(found), shard.items))
     log_sum_exp = finite(found.largest) + jnp.log(found.total)
-    # The loss of a row without labels is 0, even if all items are excluded.
+    # A row without labels has loss 0, even if all items are excluded.
     nothing = (found.label_sum == 0) & jnp.isinf(log_sum_exp)
     log_sum_exp = jnp.where(nothing, 0, log_sum_exp)
     # XLA turns a product with a sum that is 0 or 1 into a selection, which would hide NaN.
@@ -80,7 +80,7 @@ def loss_and_slopes(
     if rule.z_loss:
         factor = factor * (1 + 2 * rule.z_loss * log_sum_exp)
     label_scores = found.label_scores
-    if rule.label_smoothing:  # 0 * -inf would be NaN
+    if rule.label_smoothing:  # the check avoids 0 * -inf, which would be NaN
         label_scores = jnp.where(kept == 0, 0, kept * label_scores)
     per_example = found.label_sum * loss - label_scores
 
@@ -153,7 +153,7 @@ def target_scores(
     def of_targets(array):
         return array.at[place].get(mode="clip")
 
-    # The kernel is rounded as it is in the products.
+    # The kernel is rounded here, as it is in the matrix products.
     rows = of_targets(kernel).astype(h.dtype).astype(dtype)
     found = jnp.sum(h.astype(dtype) * rows, axis=1)
     if scale is not None:

@@ -1,4 +1,4 @@
-"""Labels for rows with one label each, given by the column of each row's label."""
+"""Labels for rows that have one label each, stored as the column of each row's label."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def only_of_items(
 def _check_numbers(
     name: str, numbers: np.ndarray, least: int, num_items: int, more: str = ""
 ) -> None:
-    """Raises ValueError if one of the numbers is no item."""
+    """Raises ValueError if one of the numbers is not an item number."""
     wrong = (numbers >= num_items) | (numbers < least)
     if wrong.any():
         place = tuple(int(i) for i in np.argwhere(wrong)[0])
@@ -178,6 +178,6 @@ def as_targets(targets: jax.Array | np.ndarray, num_items: int) -> Targets:
     targets = targets.reshape(-1)
     if targets.dtype.itemsize < 4:
         targets = targets.astype(jnp.int32)
-    # Without the selection, a number beyond int32 would become another target.
+    # Without the selection, a number beyond int32 would wrap around to another target.
     columns = jnp.where(targets < num_items, targets, num_items).astype(jnp.int32)
     return Targets(columns, num_cols=num_items)

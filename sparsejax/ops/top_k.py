@@ -60,10 +60,10 @@ class Tuning(NamedTuple):
     whole: int = 0
 
 
-# At k 20, chunks of 2^19 scores take 1.3 times as long as 2^21, 2^20 and 2^22 1.1 times (two
-# cores, batch 512, hidden 256, 40,960 items). Sorting is cheap: groups of 16 to 64 differ
-# little, and fewer than four groups for each of the k are slower. With 64 rows and as many
-# items, two chunks, each with a copy of its vectors, take 1.4 times as long as one.
+# Measured on two cores with k 20, batch 512, hidden 256 and 40,960 items. Chunks of 2^19 scores
+# take 1.3 times as long as 2^21; 2^20 and 2^22 take 1.1 times as long. Sorting is cheap: groups of
+# 16 to 64 differ little, and fewer than four groups for each of the k are slower. With 64 rows,
+# two chunks, each with a copy of its vectors, take 1.4 times as long as one.
 CPU = Tuning(
     chunk_scores=2**21, group=32, small_group=32, many=0, direct=127, whole=2**22
 )
@@ -207,7 +207,7 @@ def _num_items(
 
 
 class _How(NamedTuple):
-    """The arguments of `top_k_tuned` that are not arrays."""
+    """Static arguments of `top_k_tuned`."""
 
     k: int
     num_items: int
@@ -243,7 +243,7 @@ def _compiled(
 
 
 def _best(how: _How, shard: Shard, h, kernel, bias, scale, exclude):
-    """The k best items of all devices, for this device's rows of the batch."""
+    """The k best items among the items of all devices, for this device's rows of the batch."""
     k, num_items, _, precision, tuning, with_mosaic = how
     broken = jnp.zeros(len(h), bool)
     h = shard.all_rows(h)
@@ -259,8 +259,8 @@ def _best(how: _How, shard: Shard, h, kernel, bias, scale, exclude):
     size = item_chunks.chunk_size(batch, here, max(usual, least))
     again = False
     if with_mosaic:
-        # A chunk may be larger, as only the maxima of groups are stored, and a mask of excluded
-        # items, which takes half as much memory as the maxima.
+        # A chunk may be larger here, as only the maxima of groups are stored, and a mask of
+        # excluded items, which takes half as much memory as the maxima.
         larger = max(tuning.chunk_scores * kernels.GROUP // 2, least)
         larger = item_chunks.chunk_size(batch, here, larger)
         again = larger > tuning.written * k * h.shape[1]
@@ -317,11 +317,11 @@ def _best(how: _How, shard: Shard, h, kernel, bias, scale, exclude):
         scores = jnp.where(inside[None], scores, -jnp.inf)
         places = jnp.arange(size, dtype=jnp.int32)[None]
         places = jnp.broadcast_to(places, scores.shape)
-        if size > tuning.direct * k:  # with fewer scores, `join` sorts them all
+        if size > tuning.direct * k:  # with fewer scores, `join` sorts all of them
             places, scores = select(scores, k, tuning)
         return join(best, (places + first_item + start, scores), k)
 
-    # With one chunk, the initial list only makes up for missing items: less is sorted.
+    # With a single chunk, the initial list only fills up for missing items, so less is sorted.
     width = k if size < here else max(0, k - size)
     nothing = (
         jnp.full((batch, width), -1, jnp.int32),
@@ -343,7 +343,7 @@ def _best(how: _How, shard: Shard, h, kernel, bias, scale, exclude):
 def one_of_each(scores):
     """Replaces all NaN by one NaN, and -0 by 0, because `lax.top_k` compares bits."""
     scores = jnp.where(jnp.isnan(scores), jnp.nan, scores)
-    # Not the constant 0, which would have no derivative.
+    # `scores - stop_gradient(scores)` is 0 with a derivative; the constant 0 has none.
     return jnp.where(scores == 0, scores - lax.stop_gradient(scores), scores)
 
 
@@ -369,7 +369,9 @@ def largest_of(grouped: jax.Array) -> jax.Array:
 
 
 def _in_order(bits: jax.Array) -> jax.Array:
-    """Converts the bits of floats to integers in the order of the floats; and back."""
+    """Converts the bits of floats to integers with equal order. Applied twice, it restores the
+    bits.
+    """
     is_negative = bits >> (8 * bits.dtype.itemsize - 1)
     return bits ^ (is_negative & jnp.iinfo(bits.dtype).max)
 

@@ -30,7 +30,8 @@ from sparsejax.ops.item_chunks import Shard
 from sparsejax.ops.scatter_gradient import row_gradient
 from sparsejax.sparse import CSR
 
-# Most items of a chunk: its gradient is float32, and rows of other dtypes are rounded.
+# Most items in a chunk. Its gradient is in float32, and its rows are rounded if they have another
+# dtype.
 CHUNK_ITEMS = 2**19
 
 
@@ -85,7 +86,7 @@ def loss_and_gradients(
 
 
 def _chunk(layer: Layer, start, size: int) -> Layer:
-    """A chunk of items, in the dtypes that the GPU programs take."""
+    """A chunk of items, in the dtypes that the GPU programs require."""
     kernel = item_chunks.slice_rows(layer.kernel, start, size).astype(jnp.bfloat16)
     bias = layer.bias
     if bias is not None:
@@ -106,10 +107,10 @@ def _fold(step, carry, layer: Layer, size: int):
 def _first_pass(
     rows: kept_scores.ScoredRows, wanted, layer: Layer, limit, shard: Shard
 ):
-    """Sums of exponentials over all items, `e kernel` for the device's, and the references.
+    """The sums of exponentials over all items, `e kernel` over the device's items, and the
+    references.
 
-    If a score exceeds the target's by far, the row's largest score becomes the
-    reference.
+    If a row's largest score exceeds its target's by far, the largest score becomes the reference.
     """
     items, h = len(layer.kernel), rows.h
     size = items if layer.kernel.dtype == h.dtype else min(items, CHUNK_ITEMS)
@@ -178,13 +179,14 @@ def _first_pass(
 def _second_pass(
     rows: kept_scores.ScoredRows, wanted, layer: Layer, limit, factor, lse
 ):
-    """`slopes^T h` and the sums of the slopes; the term `-w` of the targets is not included."""
-    h = jnp.where((factor != 0)[:, None], rows.h, 0)  # 0 * inf would be NaN
+    """Computes `slopes^T h` and the sums of the slopes, without the term `-w` of the targets."""
+    # Rows with factor 0 become 0, because 0 * inf would be NaN.
+    h = jnp.where((factor != 0)[:, None], rows.h, 0)
     items, signs = len(layer.kernel), 1 + jnp.any(factor < 0).astype(jnp.int32)
     with_sums = layer.bias is not None
 
     def of_sign(i, gradients: Layer) -> Layer:
-        """Adds the terms of rows with positive factors (i = 0) or with negative ones (i = 1)."""
+        """Adds the terms of rows with positive factors (i = 0) or negative factors (i = 1)."""
         sign = (1 - 2 * i).astype(factor.dtype)
         kept = (factor * sign > 0) | jnp.isnan(factor)
         shift = jnp.where(kept, jnp.log(jnp.abs(factor)) - lse, -jnp.inf)
@@ -217,7 +219,9 @@ def _second_pass(
 
 
 def _slopes_of_item(scores, labels, listed, inside, *bias):
-    """Slopes for `slopes_product` whose rows are items; `scores` already include the shift."""
+    """Slopes for `slopes_product`, which is called with items as rows; `scores` already include
+    the shift.
+    """
     del labels, listed, inside
     for x in bias:
         scores = scores + x

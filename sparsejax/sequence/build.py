@@ -14,7 +14,7 @@ from sparsejax.sequence.hstu import HSTU
 from sparsejax.sequence.model import SequenceModel
 from sparsejax.sequence.sasrec import SASRec
 
-# Model classes by the names of their configurations.
+# The model class for each configuration name.
 _MODELS: Mapping[str, type[SequenceModel]] = {
     "sasrec": SASRec,
     "hstu": HSTU,

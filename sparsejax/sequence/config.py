@@ -11,10 +11,11 @@ from sparsejax.codec import ModelConfig
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.ops.implementations import HOPPER, custom_call_can_run
 
-# For `suited_to`: lengths to choose from, and the share of entries that may be cut off. Chosen on
-# Amazon Beauty and on MovieLens.
+# For `suited_to`: the lengths to choose from, and the fraction of entries that may be cut off.
+# Both were chosen on Amazon Beauty and MovieLens.
 _LENGTHS, _CUT = (50, 100, 200, 500, 1000, 2000), 0.05
-# Devices store the data in rows of equal length. This is the maximum number of their positions.
+# Devices store the data in rows of equal length. This is the maximum number of positions in all
+# rows.
 _MOST_PLACES = 2**28
 
 
@@ -200,7 +201,7 @@ class GRUConfig(SequenceConfig):
 
 def entries_cut_off(lengths: np.ndarray, max_length: int) -> int:
     """The number of entries that a model is not trained on, for rows of these lengths."""
-    # A row in training has one more entry than the model reads, which is only a target.
+    # A training row has one more entry than the model reads: the last one is only a target.
     return int(np.maximum(lengths - max_length - 1, 0).sum())
 
 

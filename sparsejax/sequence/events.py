@@ -26,7 +26,7 @@ from sparsejax.losses import label_loss
 EventColumns = Mapping[str, jax.Array]
 
 _init = nnx.initializers.normal(0.02)
-# Largest number of scores of a label, which are computed for each token.
+# Largest number of scores of a label. All of them are computed for each token.
 _MOST_SCORES = 1024
 
 
@@ -83,7 +83,7 @@ class Label:
             found = label_loss(*how, scores[:, 0], jnp.where(there, values, 0))
             return jnp.where(there, found, 0)
         ids = values.reshape(len(values), -1)
-        # Id 0, and -1 in a list, stand for no category.
+        # Id 0 means no category, and so does -1 in a list.
         at = jnp.where(ids > MISSING, ids - 1, self.scores)
         rows = jnp.arange(len(ids))[:, None]
         has = jnp.zeros_like(scores).at[rows, at].set(1, mode="drop")
@@ -319,7 +319,7 @@ class EventVectors(nnx.Module):
     def __init__(self, sizes: EventSizes, width: int, *, rngs: nnx.Rngs):
         self.sizes = sizes
         tables = {each.table: each.size for each in sizes.ids}
-        # The tables are in a list, as names of columns may not be valid attribute names.
+        # The tables are in a list, because column names may not be valid attribute names.
         self.names = tuple(tables)
         self.tables = nnx.List(
             nnx.Param(_init(rngs.params(), (size, width), jnp.float32))
@@ -338,7 +338,7 @@ class EventVectors(nnx.Module):
             has = ids >= 0
             if each.most is not None:
                 ids = jnp.where(has, ids, 0)
-            # Out of range at the end, as negative indices would count from the end.
+            # Negative ids become out of range, because a negative index would count from the end.
             ids = jnp.where(ids >= 0, ids, each.size)
             rows = table[...].at[ids].get(mode="fill", fill_value=jnp.nan)
             if each.most is not None:
@@ -379,7 +379,8 @@ class NextEvent(nnx.Module):
     def __init__(self, sizes: EventSizes, width: int, *, rngs: nnx.Rngs):
         self.labels = sizes.labels
         count, ones = sum(each.scores for each in sizes.labels), nnx.initializers.ones
-        # With a and b equal to 1, a score also has a term of h alone and a term of the item alone.
+        # Initial values of a and b are 1, so that a score also has a term of h alone and a term of
+        # the item alone.
         self.of_history = nnx.Linear(width, width, bias_init=ones, rngs=rngs)
         self.of_item = nnx.Linear(width, width, bias_init=ones, rngs=rngs)
         self.scores = nnx.Linear(width, count, rngs=rngs)

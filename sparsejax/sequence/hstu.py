@@ -64,7 +64,7 @@ class GatedAttention(Attention):
         self.mixed = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
         shape = (config.max_length,)
         self.place_bias = nnx.Param(normal(rngs.params(), shape, jnp.float32))
-        # They stay 0 in a training without times, and then times have no effect.
+        # Without times in training, the biases stay 0, so that times have no effect later.
         self.time_bias = nnx.Param(jnp.zeros(_BUCKETS))
         self.dropout = Dropout(config.dropout, rngs=rngs)
 

@@ -42,14 +42,15 @@ from sparsejax.sequence.turns import (
     tokens_of_turn,
 )
 
-# A single object: programs compiled for one function are not reused for an equal one.
+# One object for all models, because programs compiled for one function are not reused for an equal
+# function.
 normal = nnx.initializers.normal(0.02)
 
 _USER = PADDING - 1  # id of the position of users
 
 Ids = Int[Array, "batch length"]
 Times = Float[Array, "batch length"] | None
-# A place more than the histories have, if users are in front of them.
+# With user vectors, each history has one more position, at its front.
 Vectors = Float[Array, "batch places width"]
 TokenVectors = Float[Array, "tokens width"]
 
@@ -176,13 +177,13 @@ class SequenceModel(nnx.Module):
         self.config = dataclasses.replace(
             self.config, negatives=negatives, sampler=sampler
         )
-        # With content, all item vectors are computed in each step, so all rows are read.
+        # With content, each step computes the vectors of all items, so it reads all rows.
         whole = negatives is None or self.output.content is not None
         kind, kernel = nnx.Param if whole else RowParam, self.output.kernel
         if type(kernel) is kind:
             return
         # If all items are scored, their vectors are divided over all devices. Otherwise they are
-        # divided over "model" only: else all would be gathered over "data" in each step.
+        # divided over the axis "model" only, as each step would gather them over "data".
         spec = P(item_axes(), None) if whole else BY_ROWS
         value, metadata = kernel[...], kernel.get_metadata()
         if mesh_is_set():
@@ -245,18 +246,18 @@ class SequenceModel(nnx.Module):
         return jnp.where(broken[..., None], jnp.nan, vectors)
 
     def _front(self, x: Any, fill: Any = 0) -> Any:
-        """Adds the position of users in front of an array `[batch, length, ...]`."""
+        """Adds a position at the front of an array `[batch, length, ...]`, for user vectors."""
         if self.users is None or x is None:
             return x
         more = [(0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)]
         return jnp.pad(x, more, constant_values=fill)
 
     def _with_users(self, histories: Ids) -> Int[Array, "batch places"]:
-        """Adds the position of users in front of the histories."""
+        """Adds the user position in front of the histories."""
         return self._front(histories, _USER)
 
     def _times_with_users(self, times: Times) -> Times:
-        """Adds the time of the first item in front of the times, for the position of users."""
+        """Adds a time for the user position, equal to the first time, in front of the times."""
         if self.users is None or times is None:
             return times
         return jnp.concatenate([times[:, :1], times], axis=1)
@@ -273,7 +274,7 @@ class SequenceModel(nnx.Module):
         ids: Int[Array, "*places"],
         rows: Int[Array, "*places"] | None = None,
     ) -> jax.Array:
-        """Adds event vectors to item vectors, where there is an item.
+        """Adds event vectors to item vectors, at positions with an item.
 
         The context of the next event is added at positions without an item, too, and user vectors
         are added at the position of users.
@@ -299,7 +300,7 @@ class SequenceModel(nnx.Module):
             if rows is None:
                 users = jnp.where((ids == _USER)[..., None], users[:, None], 0)
             else:
-                # Other positions are out of range, so that they have no gradient.
+                # Other positions get an index out of range, so that they contribute no gradient.
                 at = jnp.where(ids == _USER, rows, len(users))
                 users = users.at[at].get(mode="fill", fill_value=0)
             vectors = vectors + users
@@ -341,7 +342,7 @@ class SequenceModel(nnx.Module):
         return sizes.in_request(events, _last_place(self._with_users(histories)))
 
     def _before_last(self, events: EventColumns) -> EventColumns:
-        """The columns without the last position, which is only a target."""
+        """The event columns without the last position, which is only a target."""
         names = () if self.context is None else self.context.sizes.shapes
         to_come = {f"{CONTEXT}{name}": events[name][:, -1] for name in names}
         of_users = {n: x for n, x in events.items() if n.startswith(USERS)}
@@ -418,7 +419,9 @@ class SequenceModel(nnx.Module):
         )
 
     def _loss_of_next(self, h, of_targets, targets, labels, total=None):
-        """The mean loss of the labels of events, or their sum over `total`."""
+        """The mean loss of the event labels; with `total`, the sum of the losses divided by
+        `total`.
+        """
         assert self.next_event is not None
         is_event = targets != PADDING
         if total is None:
@@ -428,13 +431,13 @@ class SequenceModel(nnx.Module):
     def _labels_at(
         self, events: EventColumns | None, tokens: Tokens
     ) -> dict[str, jax.Array]:
-        """The labels of the event after each token."""
+        """The labels of the event that follows each token."""
         assert self.next_event is not None and events is not None
         labels = self.next_event.labels
         return {each.name: _of_targets(events[each.name], tokens) for each in labels}
 
     def _loss_of_places(self, histories, times, h, max_targets, weights):
-        """The loss of the next items, from hidden vectors of all positions but the last."""
+        """The loss of the next items, given hidden vectors of all positions except the last."""
         size = tokens_of_turn(histories)
         if max_targets is None and size is not None:
             return self._loss_by_turns(histories, times, size, h, weights=weights)
@@ -477,7 +480,9 @@ class SequenceModel(nnx.Module):
         return "bfloat16" if operand_dtype(self.config) == "bfloat16" else None
 
     def _drawn(self, targets) -> tuple[jax.Array, jax.Array] | None:
-        """Negatives and the logarithms of their probabilities; None without negatives."""
+        """Draws negatives; returns them with the logarithms of their probabilities, or None if the
+        model uses no negatives.
+        """
         if (count := self.config.negatives) is None:
             return None
         if self.config.sampler == "batch":
@@ -515,8 +520,8 @@ class SequenceModel(nnx.Module):
             total = jnp.sum(jnp.where(wanted, weights[:, 1:], 0))
             total = jnp.where(total == 0, 1, total)
         drawn = self._drawn(histories[:, 1:])
-        # Item rows for all turns are read before the loop, so that the optimizer knows which rows
-        # were read.
+        # The item rows of all turns are read before the loop, so that the optimizer is informed
+        # which rows were read.
         inputs = jnp.pad(wanted, ((0, 0), (0, 1))) & (h is None)
         is_read = inputs | jnp.pad(wanted, ((0, 0), (1, 0)))
         ids = jnp.where(is_read, histories, PADDING).reshape(-1)
@@ -677,7 +682,7 @@ class TokenModel(SequenceModel):
         rngs: nnx.Rngs,
     ):
         super().__init__(config, items=items, content=content, events=events, rngs=rngs)
-        if self.users is not None:  # users have a position of their own
+        if self.users is not None:  # user vectors occupy an additional position
             config = dataclasses.replace(config, max_length=config.max_length + 1)
         shape = config.max_length, config.width
         self.places = nnx.Param(normal(rngs.params(), shape, jnp.float32))
@@ -687,7 +692,7 @@ class TokenModel(SequenceModel):
         self.norm = nnx.LayerNorm(config.width, rngs=rngs)
 
     def _new_block(self, config: Any, rngs: nnx.Rngs) -> Any:
-        """Makes a layer of attention, which is called with vectors and their tokens."""
+        """Makes an attention layer. It is called with vectors and their tokens."""
         raise NotImplementedError("a model of tokens defines _new_block")
 
     def _of_tokens(
@@ -783,7 +788,7 @@ class TokenModel(SequenceModel):
 
         last.defvjp(forward, backward)
         if times is not None:
-            # A time that is earlier than a previous time counts as equal to it.
+            # A time earlier than a previous time of its row is replaced by that time.
             times = lax.cummax(times, axis=1)
         h = last(state, vectors, rest, histories, times, events)
         broken = jnp.any(self._broken(items), axis=1)
@@ -827,7 +832,7 @@ class TokenModel(SequenceModel):
         events = self._events_of(events, histories, request=False)
         model = with_vectors(self, deterministic=False)
         broken = jnp.any(self._broken(histories[:, :-1]))
-        # An item after padding would be taken for one of an earlier position.
+        # An item after padding would be assigned to an earlier position: the loss becomes NaN.
         is_item = histories != PADDING
         broken |= jnp.any(is_item[:, 1:] & ~is_item[:, :-1])
         histories, weights = self._with_users(histories), self._front(weights)
@@ -877,7 +882,7 @@ class TokenModel(SequenceModel):
         return jnp.where(fits & ~broken, loss, jnp.nan)
 
     def _reads_by_device(self, tokens: Tokens) -> bool:
-        """Whether each device of a mesh requests the vectors of its own tokens only."""
+        """Whether each device on a mesh requests only the vectors of its own tokens."""
         kernel = self.output.kernel
         return (
             1 < len(tokens.indptr) == num_devices()
@@ -946,12 +951,12 @@ class Asked(NamedTuple):
     def of(cls, tokens: int, histories: int, drawn: int, devices: int) -> Asked:
         """Computes the numbers from tokens and histories of a device, and all negatives."""
         each = -(-drawn // devices)
-        # A history has one more item than targets.
+        # Each history has one more item than it has targets.
         return cls(2 * tokens + each, min(tokens + histories, 2 * tokens) + each)
 
 
 def _check_wire(wire_dtype: jax.typing.DTypeLike | None) -> None:
-    """Raises ValueError if a dtype is given although no vectors are sent."""
+    """Raises ValueError if `wire_dtype` is given although devices exchange no vectors."""
     if wire_dtype is not None:
         raise ValueError(
             "wire_dtype is of no use here: it is for sampled negatives, without content, on "
@@ -960,7 +965,7 @@ def _check_wire(wire_dtype: jax.typing.DTypeLike | None) -> None:
 
 
 def _columns(events: EventColumns | None) -> dict[str, EventColumns]:
-    """The keyword argument `events` for a model's call; empty if it is None."""
+    """The keyword arguments for event columns in a call of the model; empty if there are none."""
     return {} if events is None else {"events": events}
 
 
@@ -978,7 +983,7 @@ def _last_place(histories: Ids) -> Int[Array, "batch"]:
 def _of_targets(
     weights: Shaped[Array, "batch length"], tokens: Tokens
 ) -> Shaped[Array, "tokens"]:
-    """The weight of each token's next item."""
+    """Selects from the weights of positions the weight of each token's next item."""
     return weights[tokens.rows, tokens.places + 1]
 
 

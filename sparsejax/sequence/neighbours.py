@@ -1,4 +1,4 @@
-"""Adds scores of content similarity to the scores of a model of histories."""
+"""A model wrapper that adds scores of content similarity to the scores of a model of histories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsejax.sequence.events import EventColumns
 from sparsejax.sequence.model import Ids, SequenceModel, Times
 from sparsejax.sparse import unit_rows
 
-# Content with more numbers is projected at random to 512.
+# Content vectors with more than 1024 numbers are projected at random to 512.
 MOST_NUMBERS, _PROJECTED = 1024, 512
 
 
@@ -128,7 +128,9 @@ class WithNeighbours(SequenceModel):
 
 
 def _directions(content: ItemContent) -> Float[Array, "rows numbers"]:
-    """Tags and vector of each item as one vector of length 1, or zeros."""
+    """The tags and the content vector of each item, as one vector of length 1; zeros without
+    content.
+    """
     parts: list[Any] = []
     if content.tags is not None:
         tags = content.stored_tags().astype(np.float32)

@@ -70,6 +70,7 @@ class Block(Attention):
             q, k, v, activation="softmax", implementation=self.implementation
         )
         x = x + self.dropout1(self.mixed(y.reshape(x.shape)), tokens)
-        # Its derivative is recomputed from the result of `up`, so that no more is stored.
+        # The activation's derivative is recomputed from the result of `up`, so that nothing more
+        # is stored.
         y = self.down(jax.checkpoint(nnx.gelu)(self.up(self.norm2(x))))
         return x + self.dropout2(y, tokens)

@@ -1,4 +1,4 @@
-"""The entries of histories, concatenated without padding."""
+"""The entries of histories (tokens), concatenated without padding."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ class Tokens(NamedTuple):
         arguments = q, k, v, self.indptr, times, place_bias, time_bias
         if not _divided(len(self.indptr)):
             return of_part(*arguments)
-        # With this check, gradients of q, k and v are not summed over devices.
+        # With `checked`, JAX knows that q, k and v differ between devices, so it does not sum
+        # their gradients over devices.
         return call_on_each_device(
             of_part, arguments, (*[_DIVIDED] * 5, P(), P()), _DIVIDED, checked=True
         )
@@ -162,7 +163,7 @@ class Dropout(nnx.Dropout):
             return x
         assert self.rngs is not None
         key, width = self.rngs(), math.prod(x.shape[1:])
-        # draws below this, of 2^16, keep a number
+        # A number is kept if its 16-bit random draw is at least this threshold.
         least = max(1, round((1 - self.rate) * 2**16))
 
         def of_token(row, place):
@@ -199,7 +200,7 @@ def _by_part(function, histories, times, *, deal: bool = False):
           positions with a next item. Ids and times are few bytes compared with vectors.
     """
     if times is not None:
-        # A time that is earlier than a previous time counts as equal to it.
+        # A time earlier than a previous time of its row is replaced by that time.
         times = lax.cummax(times, axis=1)
     rows = jnp.arange(len(histories), dtype=jnp.int32)
     parts = _parts(len(histories))

@@ -1,4 +1,6 @@
-"""Sums over the entries of histories, computed in turns of some entries, without padding."""
+"""Sums over the entries (tokens) of histories, computed for a number of tokens at a time, without
+padding.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ from sparsejax.ops.implementations import xla_is_for_gpu
 from sparsejax.sequence.tokens import PADDING, Tokens
 from sparsejax.sparse import sums_so_far
 
-# Tokens in a turn. On a CPU its vectors then fit in the caches.
+# Tokens in a turn on a CPU: the vectors of a turn then fit in the caches.
 _CPU_TOKENS = 1024
 # On a GPU a turn launches about 200 short programs, which take as long as 6,000 tokens (H200,
-# width 256). So a turn should have all tokens of a typical batch: if the lengths of histories are
-# lognormal, cut off so that 5 % of entries are lost, they fill a third of their positions.
+# width 256). So a turn should have all tokens of a typical batch. If the lengths of histories are
+# lognormal, and the longest are cut off so that 5 % of entries are lost, tokens fill a third of
+# all positions.
 _GPU_LEAST, _GPU_MOST, _FILLED = 2**14, 2**15, 3 / 8
 
 
@@ -56,8 +59,8 @@ class Turn(NamedTuple):
 
 
 # Function (model, turn, shared, fixed) that returns the sum over a turn's tokens, computed with a
-# copy of the model. It is a key of compiled loops: hashable, and equal to functions with equal
-# results.
+# copy of the model. It is a key of compiled loops, so it must be hashable, and equal to functions
+# with equal results.
 TurnSum = Callable[[Any, Turn, Any, Any], Float[Array, ""]]
 
 
@@ -114,11 +117,11 @@ def sum_of_turns(
     leaves, structure = jax.tree.flatten((rest, shared))
     smooth = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
     if times is not None:
-        # A time that is earlier than a previous time counts as equal to it.
+        # A time earlier than a previous time of its row is replaced by that time.
         times = lax.cummax(times, axis=1)
     wanted = histories[:, 1:] != PADDING
     indptr = jnp.append(jnp.int32(0), sums_so_far(jnp.sum(wanted, axis=1)))
-    # Padded by a turn: a slice that exceeds the array would start earlier.
+    # Padded by one turn, because a slice that exceeds the array would start earlier.
     (places,) = jnp.nonzero(wanted.reshape(-1), size=wanted.size + size, fill_value=0)
     batch = _Batch(histories, times, indptr, places.astype(jnp.int32))
     others = [x for x, each in zip(leaves, smooth, strict=True) if not each]
@@ -157,8 +160,8 @@ def sum_of_turns(
     total, random = summed(inputs, list(arrays), constants)
     layers = (each for _, each in nnx.iter_graph(model))
     if any(isinstance(x, nnx.Dropout) and not x.deterministic for x in layers):
-        # Flax does not allow a program to write to a model that was not passed to it, as in
-        # `lambda histories: model.loss(histories)`.
+        # Flax does not allow a program to update a model that is not among its arguments, such as
+        # the model in `lambda histories: model.loss(histories)`.
         nnx.update(model, random)
     return total
 
@@ -206,7 +209,7 @@ def last_of_turns(
 
 
 class _Batch(NamedTuple):
-    """The histories that the turns share.
+    """The histories, which are equal for all turns.
 
     Attributes:
       histories: items of each row, oldest first; the last position is only a target.
@@ -245,7 +248,7 @@ class _Work:
     size: int
 
     def __call__(self, inputs, picked, constants, window: _Window):
-        """Computes the sum over a turn; returns it with the random state after it."""
+        """Computes the sum over a turn. Returns the sum, and the random state after the turn."""
         random, others, fixed, batch = jax.tree.unflatten(self.of_constants, constants)
         inputs, others = iter(inputs), iter(others)
         leaves = [next(inputs if each else others) for each in self.smooth]
@@ -258,9 +261,10 @@ class _Work:
 # A separate program, so that its cached compilation can be reused.
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def _loop(work: _Work, inputs, arrays, constants, wanted, wanted_arrays):
-    """The sum, the random state, and gradients of the requested inputs and arrays.
+    """Runs all turns: returns the sum, the random state, and gradients of requested inputs and
+    arrays.
 
-    Gradients are dicts from the index of an input, or of an array, to its gradient.
+    Gradients are dicts: the key is the index of an input or array, the value is its gradient.
     """
     random, *_, batch = jax.tree.unflatten(work.of_constants, constants)
     picks, tokens = work.picks, batch.indptr
@@ -343,7 +347,7 @@ class _Window(NamedTuple):
         return cls(end, row, place, used, jnp.clip(indptr - start, 0, count))
 
     def rows(self, pick: Picked, count: int) -> Int[Array, "tokens"]:
-        """The row of an array for each token, ascending; padding has rows beyond the last."""
+        """The row of an array that each token reads, ascending. Padding has rows after the last."""
         at = self.row * pick.length + self.place + pick.shift
         return jnp.where(self.used, at, count + jnp.arange(len(at), dtype=jnp.int32))
 

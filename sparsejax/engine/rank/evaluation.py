@@ -220,7 +220,7 @@ class Evaluation:
 
         The model may have shapes in place of arrays.
         """
-        # candidates are ranked by another program
+        # Another program ranks candidates.
         if self.tasks.candidates is not None:
             return lambda: None
         graphdef, state = nnx.split((model, None))
@@ -294,7 +294,9 @@ class Evaluation:
         optimizer: Optimizer | None = None,
         deterministic: bool = False,
     ) -> tuple[dict[str, float], np.ndarray]:
-        """The metrics of a model, and `[len(ks) * len(METRICS), users]` metrics of each row."""
+        """The metrics of a model by name, and the metrics of each row, `[len(ks) * len(METRICS),
+        users]`.
+        """
         items = self.heldout.matrix.num_cols
         check_inputs(self.inputs, features_of(model))
         check_columns("heldout", items, model.num_items, "items")
@@ -335,10 +337,10 @@ class Evaluation:
     def _tasks_of(
         self, model: Recommender
     ) -> tuple[Iterable[RankingTask], jax.Array | None]:
-        """The tasks for a model, and the mask `[items]` of excluded items if its `top_k` accepts
-        it.
+        """The tasks for a model, and the mask of excluded items.
 
-        For other models, the tasks exclude these items in each row.
+        The mask `[items]` is None if the model's `top_k` does not accept one: then each row of the
+        tasks excludes these items.
         """
         if not self.denied.size or self.tasks.candidates is not None:
             return self.tasks, None
@@ -421,21 +423,22 @@ class _Group:
         scored: np.ndarray,
         batch_size: int,
     ) -> _Group:
-        """Makes a group from its held-out entries, given for all rows."""
+        """Makes a group from its held-out entries; `own` has all rows of the held-out data."""
         lengths = np.diff(np.asarray(own.indptr))[scored]
         batches = Batches.of(for_batches(indicator(own)), scored, batch_size)
         return cls(name, items, lengths, batches)
 
 
-# Upper bounds of the groups by number of training entries; one more group has all other items.
+# Upper bounds of the groups by an item's number of training entries. The last group, without a
+# bound, has all other items.
 _FEW = (0, 4, 9, 19)
 
 
 def _by_entries(
     labels: NamedCSR, trained: NamedCSR | None
 ) -> Iterator[tuple[str, np.ndarray, CSR]]:
-    """Groups items by their number of training rows; yields the name, mask and entries of each
-    group.
+    """Groups items by their number of training rows. Yields the name, the mask of items and the
+    entries of each group.
     """
     if trained is None:
         raise ValueError(
@@ -487,8 +490,8 @@ class _Given:
         for source in (seen, counted, among):
             if source is not None:
                 _check_items(source, labels)
-        # The data that the baseline counts is the training data. Without a baseline, the inputs
-        # are the training data if they are excluded.
+        # If the popularity baseline counts some data, this is the training data. Otherwise the
+        # inputs are the training data, if they are excluded.
         known_by, trained = popularity, counted
         if popularity is None and isinstance(exclude, str):
             known_by, trained = exclude, seen
@@ -509,7 +512,7 @@ class _Given:
         return _of_items(self.heldout, column_counts(self.trained.matrix) > 0)
 
     def known_candidates(self) -> NamedCSR:
-        """The candidates that are known items, with a warning about unknown ones."""
+        """The candidates that are known items. Warns about unknown candidates."""
         assert self.candidates is not None
         if self.trained is None:
             return self.candidates
@@ -563,7 +566,8 @@ def _are_new(inputs: Inputs, rows: np.ndarray) -> np.ndarray:
         for part in parts
         if isinstance(part, NamedCSR)
     ]
-    if len(counts) < len(parts):  # a dense row always counts as an entry
+    # A dense row always counts as an entry, so such a user is not new.
+    if len(counts) < len(parts):
         return rows < 0
     return (rows < 0) | (sum(counts) == 0)
 
@@ -589,7 +593,7 @@ def _tasks(
         if not isinstance(setup.exclude, str):
             found = find_rows(shown.rows, given.exclude)[rows]
             others = np.full(len(rows), -1)
-            # `exclude` may have rows that the inputs lack
+            # `exclude` may have rows that are not in the inputs.
             if given.exclude.row_names is not None:
                 others = find_rows(labels, given.exclude)[scored]
             seen_rows = np.where(rows < 0, others, found)
@@ -613,7 +617,7 @@ def _tasks(
 
 
 def _num_entries(heldout: NamedCSR) -> np.ndarray:
-    """`[rows]` number of held-out entries, including entries of unknown items."""
+    """Number of held-out entries in each row, `[rows]`, including entries of unknown items."""
     lengths = np.diff(np.asarray(heldout.matrix.indptr))
     return lengths if heldout.left_out is None else lengths + heldout.left_out
 
@@ -634,7 +638,7 @@ def _of_items(heldout: NamedCSR, chosen: np.ndarray | None) -> NamedCSR:
 def _left_out(
     heldout: NamedCSR, rows: np.ndarray, batch_size: int
 ) -> np.ndarray | None:
-    """`[steps, batch]` number of entries of each row that have no item number, or None."""
+    """How many entries of each row have no item number, `[steps, batch]`; None if all have one."""
     if heldout.left_out is None:
         return None
     counts = heldout.left_out[rows]
@@ -743,7 +747,7 @@ def _candidate_ids(
     -1.
     """
     found = find_rows(labels, among)[rows]
-    # number -1, a missing row, has length 0
+    # The number -1 (a missing row) has length 0.
     lengths = np.append(np.diff(np.asarray(among.matrix.indptr)), 0)
     without = rows[lengths[found] == 0]
     if without.size:
@@ -751,7 +755,7 @@ def _candidate_ids(
             f"{without.size:,} of {rows.size:,} rows of heldout have no candidates of known "
             f"items: {labels.labels(without)}"
         )
-    # a sum is a union here, as neither has zeros
+    # The sum of two indicator matrices is their union.
     both = _rows(among, found) + _rows(known, rows)
     lengths = np.diff(both.indptr)
     steps = -(-rows.size // batch_size)

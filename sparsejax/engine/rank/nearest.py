@@ -104,7 +104,8 @@ def _operand(
         raise ValueError(f"{what} must be [rows, width], got the shape {array.shape}")
     array = array.astype(np.float32)
     if metric == "cosine":
-        # Divided by the largest number first, so that no square overflows or underflows float32.
+        # Dividing by the largest number first prevents squares from overflowing or underflowing
+        # float32.
         largest = np.abs(array).max(axis=1, keepdims=True, initial=0)
         array = array / np.where(largest > 0, largest, 1)
         norm = np.linalg.norm(array, axis=1, keepdims=True)

@@ -39,7 +39,7 @@ class Popularity(nnx.Module):
         ranks = np.where(counts > 0, ranks, -1)
         self.ranks = nnx.Variable(jax.device_put(ranks.astype(np.float32)))
         self.num_items = len(counts)
-        # A tuple, as a dict cannot be a static attribute of a compiled program.
+        # A tuple, because a dict cannot be a static attribute of a compiled program.
         self.features = features if isinstance(features, int) else (*features.items(),)
 
     @property
@@ -48,7 +48,8 @@ class Popularity(nnx.Module):
 
     @property
     def scores(self) -> jax.Array:
-        # Infinite scores are made inside the program: `jax_debug_infs` rejects infinite arguments.
+        # Infinite scores are computed inside the program: `jax_debug_infs` rejects infinite
+        # arguments.
         ranks = self.ranks[...]
         return jnp.where(ranks < 0, -jnp.inf, ranks)
 

@@ -127,7 +127,9 @@ def check_recommendation_names(
 
 
 def _ending(path: str | os.PathLike[str]) -> str:
-    """The ending of a file name that gives the format, without an ending for compression."""
+    """The file name ending that states the format, after removing a compression ending such as
+    `.gz`.
+    """
     path = pathlib.Path(path)
     return path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
 
@@ -135,7 +137,9 @@ def _ending(path: str | os.PathLike[str]) -> str:
 def _recommended(
     rows: Names, found: Recommendations, items: Names
 ) -> Iterator[tuple[Any, ...]]:
-    """For each row: its name, names of its items, their scores and, if there are any, values."""
+    """Yields for each row its name, the names of its items, their scores and, if requested,
+    further values.
+    """
     counts = np.sum(found.ids >= 0, axis=1).tolist()
     figures = [x for x in (found.scores, found.values) if x is not None]
     for row, ids, count, *own in zip(
@@ -147,7 +151,7 @@ def _recommended(
 def _tables(
     rows: Names, found: Recommendations, items: Names, rows_at_a_time: int
 ) -> Iterator[pa.Table]:
-    """Tables of recommendations, each with the rows of one part; at least one table."""
+    """Yields tables with some rows of the recommendations each, at least one table."""
     for start in range(0, max(len(found), 1), rows_at_a_time):
         part = slice(start, start + rows_at_a_time)
         values = None if found.values is None else found.values[part]
@@ -156,7 +160,7 @@ def _tables(
 
 
 def _quoted(names: Names) -> Names:
-    """Names, quoted where CSV needs it."""
+    """Puts names in quotes where CSV needs quotes."""
     quoted = (
         '"' + name.replace('"', '""') + '"' if re.search('[,"\r\n]', name) else name
         for name in names.tolist()

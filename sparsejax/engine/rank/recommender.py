@@ -82,9 +82,9 @@ def split(model: Any, optimizer: Optimizer | None) -> tuple[Any, Any]:
 
 
 def _committed(state: Any) -> Any:
-    """The state with its arrays committed to their devices, as restored arrays are.
+    """Commits the arrays of a state to their devices, as restored arrays are committed.
 
-    For uncommitted arrays, JAX would compile the program again.
+    For uncommitted arrays, JAX would compile a program a second time.
     """
     leaves = jax.tree.leaves(state)
     if any(leaf.committed for leaf in leaves):
@@ -109,7 +109,7 @@ def merged(graphdef: Any, state: Any) -> Iterator[Any]:
     Pending optimizer updates are applied to rows when they are read.
     """
     model, optimizer = nnx.merge(graphdef, state)
-    # A wrapped model has an attribute with the model that the optimizer trains.
+    # A wrapper has an attribute for the model that the optimizer trains.
     trained = getattr(model, "trained", model)
     with contextlib.nullcontext() if optimizer is None else optimizer.reading(trained):
         yield model

@@ -143,7 +143,7 @@ def measured(
 
 
 def _values(ids, labels: SparseRows, left_out: Array | None, k: int):
-    """The `METRICS`, in their order, each `[batch]`."""
+    """The `METRICS` of each row, each an array `[batch]`, in the order of `METRICS`."""
     further = {"left_out": left_out}
     return [
         metric(ids, labels, k, **(further if name in _WITH_LEFT_OUT else {}))
@@ -167,7 +167,8 @@ def _ranked_among(
         scores = model.item_scores(taken(shown), jnp.maximum(candidates, 0))
     scores = jnp.where(valid, scores, -jnp.inf)
     room = max(k - candidates.shape[1], 0)
-    best, at = jax.lax.top_k(scores, k - room)  # equal scores: the lower id comes first
+    # Among items with equal scores, the lowest id comes first.
+    best, at = jax.lax.top_k(scores, k - room)
     ids = jnp.take_along_axis(candidates, at, axis=1)
     ids = jnp.where(best == -jnp.inf, -1, ids)
     best = jnp.where(jnp.isnan(scores).any(axis=1, keepdims=True), jnp.nan, best)

@@ -132,7 +132,7 @@ class Checkpoints:
             ]
         )
         try:
-            # Written first: the checkpoint refers to these files.
+            # These files are written first, because the checkpoint refers to them.
             files = {
                 name: tuple(host.save(self._host_folder(name)))
                 for name, host in hosts.items()
@@ -181,7 +181,8 @@ class Checkpoints:
         """Removes files of rows that no checkpoint refers to."""
         try:
             records = [_opened(self.directory / str(step)) for step in self.steps()]
-        except _Damaged:  # a damaged record may refer to any file
+        except _Damaged:
+            # A damaged record may refer to any file, so nothing is removed.
             return
         named = {
             self._host_folder(name) / file
@@ -229,7 +230,7 @@ class Checkpoints:
             return None
         self.check()
         if best:
-            # A stable sort: among steps without a score the newest stays first.
+            # The sort is stable: steps without a score stay in their order, the newest first.
             steps.sort(key=lambda step: -self._score(step))
         for step in steps:
             progress, arrays, failure = {}, {}, ""
@@ -239,16 +240,16 @@ class Checkpoints:
                 arrays = self._load(step, modules, record)
             except _Damaged as error:
                 failure = str(error)
-            # Each process reads its own part, so another process may have found the damage.
+            # Each process reads only its part, so another process may have found damage.
             if not processes.is_true_anywhere(bool(failure)):
                 _set_arrays(modules, arrays)
                 for host in _host_rows(modules)[0].values():
-                    # The state on the devices may now come from an earlier checkpoint, so slot
-                    # numbers are not valid.
+                    # The arrays on the devices may have come from another checkpoint, so the slot
+                    # numbers are invalid.
                     host.forget_slots()
                 return progress
             if processes.is_true_anywhere(not (self.directory / str(step)).is_dir()):
-                continue  # another process removed it, whose training still runs
+                continue  # another process, which still trains, removed this checkpoint
             warnings.warn(
                 f"checkpoint {self.directory / str(step)} is damaged and was skipped "
                 f"({failure or 'in another process'})",
@@ -256,7 +257,8 @@ class Checkpoints:
                 stacklevel=2,
             )
         if processes.is_true_anywhere(self.steps()[::-1] != sorted(steps)[::-1]):
-            return self.restore(modules, best=best)  # that process saved newer ones
+            # The process that removed it has saved newer ones.
+            return self.restore(modules, best=best)
         raise ValueError(
             f"no checkpoint in {self.directory} can be read; start again in another "
             "directory"
@@ -303,7 +305,8 @@ class Checkpoints:
         try:
             score = self._record(step).score
         except _Damaged:
-            return math.inf  # sorted first, so that `restore` reads it and warns
+            # An infinite score is sorted first, so that `restore` reads this checkpoint and warns.
+            return math.inf
         return -math.inf if score is None else score
 
     def _load(
@@ -339,7 +342,7 @@ class Checkpoints:
                 )
             except Exception as error:  # noqa: BLE001 - whatever a damaged file raises
                 failure = _first_line(error)
-            if failure:  # makes reads that are still running fail now, not later
+            if failure:  # makes unfinished reads fail now, instead of later
                 time.sleep(0.1)
                 gc.collect()
         if failure:
@@ -409,7 +412,7 @@ def _sealed(record: _Record) -> dict[str, str]:
 
 
 def _opened(path: epath.Path) -> _Record:
-    """Reads the record of the checkpoint in a folder. No code that it names is executed."""
+    """Reads the record of the checkpoint in a folder, without executing any code that it names."""
     try:
         metadata = codec.parse((path / _METADATA).read_text(), finite=False)
         handlers = metadata["item_handlers"].values()
@@ -420,7 +423,7 @@ def _opened(path: epath.Path) -> _Record:
         version = stated.pop("version")
     except Exception as error:  # noqa: BLE001 - whatever a damaged file raises
         raise _Damaged(f"its record cannot be read: {_first_line(error)}") from None
-    # Orbax chooses among registered handlers only; it imports none.
+    # Orbax finds only handlers that are registered; it does not import them.
     for name in handlers:
         if not re.fullmatch(_HANDLERS, str(name)):
             raise _Damaged(f"its arrays need a handler that is not known: {name!r}")
@@ -442,7 +445,7 @@ def _digest(text: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an error's original cause."""
+    """The first line of the message of an error's original cause."""
     while cause := error.__cause__ or error.__context__:
         if not isinstance(cause, Exception):
             break
@@ -486,7 +489,7 @@ def _checksums(arrays):
             array = array.astype(jnp.uint8)
         width = jnp.dtype(array.dtype).itemsize * 8
         bits = jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
-        # Computed axis by axis, so that each device only processes its own part.
+        # Positions are computed axis by axis, so that each device processes only its own part.
         position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
         for axis in reversed(range(bits.ndim)):
             place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
@@ -538,7 +541,9 @@ def _uncompressed() -> ocp.Context:
 
 
 def _arrays(state) -> dict[str, Any]:
-    """Arrays or their shapes by path; typed random keys are converted to integers."""
+    """The arrays of a state (or their shapes) by path. Typed random keys are converted to
+    integers.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(state))
     return {jax.tree_util.keystr(path): _plain(leaf) for path, leaf in leaves}
 
@@ -563,7 +568,7 @@ def _plain(leaf):
 
 
 def _key_impl(keys):
-    """`jax.random.key_impl` of a key array, or of its `ShapeDtypeStruct`."""
+    """`jax.random.key_impl`, also for the `ShapeDtypeStruct` of a key array."""
     found = []
     jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), keys)
     return found[0]
@@ -572,7 +577,7 @@ def _key_impl(keys):
 def _host_rows(
     modules: tuple[Any, ...],
 ) -> tuple[dict[str, HostRows], nnx.filterlib.Filter]:
-    """Rows in host memory, by the path of their parameter; and a filter for all other
+    """The rows in host memory by the path of their parameter, and a filter that selects all other
     variables.
     """
     found: dict[str, HostRows] = {}

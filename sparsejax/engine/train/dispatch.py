@@ -54,12 +54,12 @@ from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Looping
 
-# A program is compiled for this many epochs: its capacities fit the largest of their batches.
+# Number of epochs for which a program is compiled: its capacities fit their largest batch.
 _EPOCHS_OF_A_PROGRAM = 32
 
-# Maximum number of entries in all batches of a dispatch. They need about 300 MB, or 500 MB for
-# numbers that are only copied, and take several milliseconds. The host needs one or two
-# milliseconds for a dispatch, which it cannot overlap if steps have conditions.
+# Maximum number of entries in all batches of a dispatch. They need about 300 MB (500 MB if their
+# values are only copied) and take several milliseconds. The host needs one or two milliseconds for
+# a dispatch, which it cannot overlap if steps have conditions.
 _DISPATCH_ENTRIES = 2**23
 
 
@@ -119,7 +119,7 @@ class Epochs:
         seed: int = 0,
         shuffle: bool = True,
     ):
-        # raises an error for invalid values
+        # The constructor raises an error for invalid values.
         Looping(batch_size=batch_size, num_epochs=num_epochs, seed=seed)
         self.num_epochs, self.num_rows = num_epochs, examples.num_rows
         self._examples, self._seed, self._shuffle = examples, seed, shuffle
@@ -132,7 +132,7 @@ class Epochs:
         self.batch_size = step_size(batch_size, max(examples.chunks), self._parts)
         self._key = put_on_mesh(jax.random.key(seed))
         self._found: dict[tuple[int, int], tuple[int, ...]] = {}
-        # The rows of an epoch whose first dispatch was asked for before the epoch begins.
+        # The row order of a later epoch whose first dispatch was requested early.
         self._ahead: dict[int, jax.Array] = {}
 
     def dispatches(self, epoch: int, *, position: int = 0) -> Iterator[Dispatch]:
@@ -152,14 +152,15 @@ class Epochs:
                 "larger num_epochs"
             )
         chunks = self._chunks(epoch)
-        # The first chunk of the next epoch is read while the last one of this epoch is trained on.
+        # While the last chunk of this epoch is trained on, the first chunk of the next epoch is
+        # read.
         more = epoch + 1 < self.num_epochs
         after = self._chunks(epoch + 1)[:1] if more else [None]
         start = 0
         for chunk, following in zip(chunks, chunks[1:] + after, strict=True):
             steps = math.ceil(self._examples.chunks[chunk] / self.batch_size)
             if position < start + steps:
-                # No variable refers to the data, so that its memory is freed before the next
+                # No variable here refers to the data, so that its memory is freed before the next
                 # chunk.
                 yield from self._of_chunk(
                     self._examples.on_device(chunk, following),
@@ -210,7 +211,9 @@ class Epochs:
         yield from filter(None, map(made, range(position, len(rows), sizes.steps)))
 
     def _first_after(self, data: Resident, epoch: int) -> Dispatch | None:
-        """The first dispatch of the next epoch; None if there is none or data are in chunks."""
+        """The first dispatch of the next epoch; None if this is the last epoch, or if data is in
+        chunks.
+        """
         following = epoch + 1
         if following == self.num_epochs or len(self._examples.chunks) > 1:
             return None
@@ -219,7 +222,8 @@ class Epochs:
         return dispatch
 
     def _order(self, data: Resident, chunk: int, epoch: int):
-        # A signal handler's exception would be replaced by another one inside JAX's caches.
+        # An exception raised by a signal handler here would be replaced by another one inside
+        # JAX's caches.
         with interrupts.uninterrupted():
             return _ordered[False](
                 self._key,
@@ -236,7 +240,7 @@ class Epochs:
         return self._shuffle and data.roles.even
 
     def _capacities(self, data: Resident, chunk: int, epoch: int) -> tuple[int, ...]:
-        """For each matrix, the capacity for its largest batch in many epochs."""
+        """The capacity of each matrix for its largest batch in many epochs."""
         period = epoch // _EPOCHS_OF_A_PROGRAM
         if (chunk, period) not in self._found:
             first = period * _EPOCHS_OF_A_PROGRAM
@@ -246,7 +250,8 @@ class Epochs:
                 for epoch in range(first, last)
             ]
             largest = map(max, zip(*needed, strict=True))
-            # Evened batches need equal capacities in each epoch, so a close one is enough.
+            # Evened batches need equal capacities in each epoch, so little spare capacity is
+            # enough.
             room = close_bucket if self._is_evened(data) else bucket
             self._found[chunk, period] = tuple(map(room, largest))
         return self._found[chunk, period]
@@ -339,7 +344,7 @@ class Program[Model: nnx.Module | Trainable]:
         for count, staged in staging.parts(dispatch):
             part = dispatch
             if count < dispatch.count:
-                # It may have far fewer steps than the capacity of the program.
+                # A resumed dispatch may have far fewer steps than the program's capacity.
                 part = dataclasses.replace(
                     dispatch,
                     first=dispatch.first + start,
@@ -363,19 +368,19 @@ class Program[Model: nnx.Module | Trainable]:
             return jax.tree.leaves(state), losses
 
         losses = self._flat.run(program)
-        # Sliced now: after the next launch, the slice would wait for the end of that dispatch.
+        # Sliced before the next launch: later, the slice would wait for the end of that dispatch.
         return losses if dispatch.count == len(losses) else losses[: dispatch.count]
 
     def compile_ahead(self, dispatch: Dispatch) -> None:
         """Compiles the program for a dispatch, if a command caches programs on disk."""
         if self._staging_of(dispatch.data.roles) is not None:
-            return  # its staged arguments are not known yet
+            return  # the staged arguments are not known before the batch is staged
         arrays = [variable.get_raw_value() for variable in self.variables]
         run_steps = self._steps[self._deterministic]
         run_steps.compile_ahead(*self._arguments(dispatch, arrays))
 
     def _arguments(self, dispatch: Dispatch, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments of `run_steps` for a dispatch."""
+        """The arguments for `run_steps` that belong to a dispatch."""
         return (
             self._how,
             jax.tree.unflatten(self._flat.structure, arrays),
@@ -406,8 +411,8 @@ class How:
 
     @functools.cached_property
     def _hash(self) -> int:
-        # Cached: each launch needs it, and hashing a graph of a hundred variables takes a
-        # millisecond.
+        # Cached, because each launch needs this hash, and a graph of a hundred variables takes a
+        # millisecond to hash.
         return hash((self.graphdef, self.layout, self.fused))
 
 
@@ -481,7 +486,7 @@ def run_steps(
         return state, losses.at[i].set(jnp.asarray(loss, losses.dtype)), derived
 
     model, optimizer = nnx.merge(how.graphdef, state, copy=True)
-    # In these three cases, rows are written without calling the optimizer.
+    # In these three cases, rows are written without a call of the optimizer.
     asks = not (how.fused or isinstance(model, Projected) or begins)
     padded = sizes.padded and asks
     with optimizer.ahead(model, sizes.steps, count if padded else None):
@@ -605,7 +610,7 @@ def epoch_order(
     if shards are contiguous, in one of 64 consecutive ranges of rows.
     Without `shuffle`, step `s` has the rows from `s * batch_size` on.
     """
-    # without shuffling there is one part with all rows
+    # Without shuffling there is one part, which has all rows.
     contiguous = contiguous and shuffle
     depth = -(-num_rows // VIRTUAL_SHARDS)
     steps = -(-num_rows // batch_size)
@@ -677,7 +682,7 @@ def evened(
 
     def meet(level, carry):
         sums, table = carry
-        # Positions that are merged have equal sums, and are sorted in the same direction.
+        # Positions to be merged have equal sums, and are sorted in one direction.
         falls = (number >> level) & 1 > 0
         keys = jnp.where(falls[:, None], -sums, sums)
         _, sums, table = lax.sort((keys, sums, table), dimension=1, num_keys=1)
@@ -706,8 +711,8 @@ def _ordered(
     shuffle: bool,
     evens_out: bool,
 ):
-    """The row order of a chunk, and for each matrix the entries of its largest batch."""
-    if data.contiguous:  # there may be further chunks
+    """The row order of a chunk, and the number of entries in the largest batch of each matrix."""
+    if data.contiguous:  # contiguous data may be one of several chunks
         key = jax.random.fold_in(key, chunk)
     order = epoch_order(
         key,
@@ -742,12 +747,12 @@ def check_modules(model: Any, optimizer: Any) -> None:
 
 
 def _check_divided(model: Any) -> None:
-    """Raises ValueError if a kernel is unintentionally replicated on a mesh."""
+    """Raises ValueError if a kernel is replicated on a mesh although nobody asked for it."""
     if parts_of_axes()[1] == 1:
         return
     for path, kernel in row_params(model).items():
-        # A kernel made for a mesh has a sharding in its metadata, which may replicate it on
-        # purpose.
+        # A kernel made for a mesh has its sharding in its metadata; that may be a deliberate
+        # replication.
         is_meant = kernel.get_metadata().get("out_sharding") is not None
         if kernel[...].sharding.is_fully_replicated and not is_meant:
             raise ValueError(

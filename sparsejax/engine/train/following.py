@@ -1,4 +1,4 @@
-"""Trains on files as they appear in a folder, once on each, until a signal arrives.
+"""Trains on each file that appears in a folder, once, until a signal arrives.
 
 Batches contain the rows of a file in order, and no batch has rows of two files. So the result
 depends on the files alone, not on their times of arrival or on interruptions.
@@ -36,8 +36,9 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Exact, Saved
 from sparsejax.sparse import CSR, host_rows, with_room
 
-_KEPT = 1000  # newest entries of the history that are kept
-_NAP = 0.25  # seconds between two checks for a signal while it waits
+_KEPT = 1000  # number of newest history entries that are kept
+# Seconds between two checks for a signal, while there is no file to train on.
+_NAP = 0.25
 
 
 @dataclasses.dataclass
@@ -146,9 +147,10 @@ def follow(
             following.save_and_export()
             told = interrupts.is_told_to_end()
     except KeyboardInterrupt:
-        if not told:  # the second signal raised the exception
+        if not told:  # the second signal has already raised an exception
             raise
-        ending.answered()  # the command exports and ends as it does without a signal
+        # The command now exports and ends as it does without a signal.
+        ending.answered()
 
 
 class _Exports:
@@ -192,18 +194,19 @@ class _Following:
         self.feed, self.log = feed, log
         self._parts = parts_of_axes()[0]
         self._asked = batch_size
-        # Rows of a step, steps of a dispatch, and the row numbers of each step, for the single
-        # program.
+        # Rows of a step, steps of a dispatch, and the row numbers of each step; one program serves
+        # all files.
         self._sizes: tuple[int, int, np.ndarray] | None = None
         self._room: dict[int, int] = {}
-        # Whether arrays and progress agree, which they do not while steps run.
+        # Whether the model's arrays agree with the progress. They do not while steps run.
         self.is_whole = True
-        self.is_ready = False  # whether a first checkpoint and export were made
+        # Whether the first checkpoint and the first export were made.
+        self.is_ready = False
 
     def is_worth_saving(self) -> bool:
-        """Whether a signal must wait for a checkpoint and an export.
+        """Whether to delay a signal until a checkpoint and an export are written.
 
-        It need not while the first step compiles: the last checkpoint is complete.
+        This is False while the first step compiles: then the last checkpoint is still complete.
         """
         unsaved = self.saver.has_unsaved(self.progress)
         return self.is_ready and (self.is_whole or unsaved)
@@ -255,7 +258,7 @@ class _Following:
             time.sleep(min(left, _NAP))
 
     def _train_on(self, name: str) -> None:
-        """Trains on a file; after a resume, only on its remaining rows."""
+        """Trains on a file. After a resume, trains only on the rows that are left."""
         progress = self.progress
         job = self.feed.read(name)
         num_rows = 0 if job is None else job.examples.num_rows
@@ -293,8 +296,8 @@ class _Following:
     def _begin(self, examples: Examples) -> tuple[int, int, np.ndarray]:
         """Chooses the sizes of the single program that trains on all files.
 
-        The exchange of ids over a mesh is not planned from a file: a resume begins with another
-        file, and sums in another order would differ in their last bits.
+        The exchange of ids over a mesh is not planned from the first file: after a resume this
+        would be another file, and sums in another order would differ in their last bits.
         """
         size = step_size(self._asked, self._asked, self._parts)
         like = [1 if isinstance(x, CSR) else x[:1].size for x in examples.matrices]
@@ -306,7 +309,7 @@ class _Following:
         return size, steps, np.asarray(order)
 
     def _steps(self, examples: Examples) -> None:
-        """Runs the next steps of a file, as many as fit into a dispatch."""
+        """Runs the next steps of a file: as many as one dispatch has."""
         assert self._sizes is not None
         size, steps, order = self._sizes
         start = self.progress.examples
@@ -340,7 +343,7 @@ class _Following:
         self.is_whole = True
 
     def _padded(self, number: int, matrix: CSR, size: int) -> tuple[CSR, int]:
-        """Pads a CSR to a capacity for its entries; returns it with the capacity for a batch.
+        """Pads a CSR to a capacity; returns it, and the capacity for the entries of a batch.
 
         Capacities never shrink, so that few programs are compiled.
         """
@@ -351,7 +354,7 @@ class _Following:
         return with_room(matrix, room * (len(lengths) // size)), room
 
     def _look_at_clock(self) -> None:
-        """Writes a checkpoint or an export, if its interval has passed."""
+        """Writes a checkpoint or an export if its time interval has passed."""
         if self.saver.is_due():
             self._save()
         self.exports.do(self.progress.step, if_due=True)

@@ -23,12 +23,12 @@ from sparsejax.optimizers import optimizer
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
 
-# Long rows are summed in pieces. The partial sums take this many bytes for each entry of a step
-# and each of the `hidden` numbers of its row.
+# Long rows are summed in pieces. Partial sums take this many bytes for each entry of a step, times
+# `hidden`, the width of the entry's row.
 _PIECES = 1 / 8
-# Bytes per row of the data for sorting the order of an epoch, besides the order itself.
+# Bytes for each row of the data, for sorting the order of an epoch, besides the order itself.
 ORDER_SORTED = 20
-# Bytes per tag of an item for sorting tags.
+# Bytes for each tag of an item, for sorting tags.
 _TAGS_SORTED = 40
 # Parameters of the output layer that do not belong to single items.
 CONTENT_KERNELS = [
@@ -203,7 +203,8 @@ def laid_out(job: Workload, data: int, model: int) -> list[Laid]:
         variables = nnx.to_flat_state(nnx.state(job.modules()))
     parameters = {}
     found = []
-    for path, variable in variables:  # the model's variables come first
+    # The model's variables come before the optimizer's.
+    for path, variable in variables:
         spec = variable.get_metadata().get("out_sharding", P())
         if path[0] == 0:
             parameters["/".join(map(str, path[1:]))] = variable
@@ -314,7 +315,7 @@ def output_bytes(job: Workload, scored: Scored) -> Output:
     batch, items, width, stored, dtype, temperature, precision = scored
     operand = items * width * dtype.itemsize if dtype != stored else 0
     gradient = items * width * dtype.itemsize
-    if temperature is not None:  # scale factors of cosine scores
+    if temperature is not None:  # bytes for the scale factors of cosine scores
         operand += 4 * items
         gradient += 4 * items
     if job.fused:
@@ -327,7 +328,8 @@ def output_bytes(job: Workload, scored: Scored) -> Output:
         budget = chunked_loss.mosaic_chunk_scores(batch)
     size = item_chunks.chunk_size(batch, items, budget)
     scores, rows = batch * size, size * width
-    # Gradients and bits of labels. Or scores, and label positions; with weights also label values.
+    # Score gradients, and a bit for each label. Without a kernel: scores and label positions; with
+    # weights also label values.
     made = 2 * scores + scores // 8 if with_kernel else 5 * scores
     if job.values:
         made = 17 * scores
@@ -338,7 +340,8 @@ def output_bytes(job: Workload, scored: Scored) -> Output:
         in_place = size >= items or width <= slopes_product.MAX_HIDDEN or rounded
         copied = 0 if in_place else dtype.itemsize * rows
         return Output(operand, gradient, made + copied, size >= items)
-    if size >= items:  # whole arrays are updated in place, without copies of rows
+    # Without chunks, whole arrays are updated in place, without copies of rows.
+    if size >= items:
         return Output(operand, gradient, made + job.fused * 4 * rows, True)
     read = made + (8 if with_kernel else 12) * rows
     arrays = job.state_shapes(width).count((2, width))
@@ -357,17 +360,17 @@ def with_content(
         return output
     _, items, width, stored, dtype, *_ = scored
     operand, gradient = output.operand, output.gradient
-    if dtype == stored:  # otherwise the operand is that sum
+    if dtype == stored:  # otherwise the operand is the sum itself
         operand += items * width * dtype.itemsize
-    else:  # in the dtype of the rows; their gradient reuses its memory
+    else:  # in the dtype of the rows; their gradient reuses the memory
         gradient += items * width * stored.itemsize
     rows = min(items, chunk_items)
     # The sum, its gradient, the gradient of the rows, and the content as an operand.
     chunk = 4 * rows * (3 * width + job.content.vectors)
-    if tags := job.content.tags:  # sorted by parts, with two sums of all tags
+    if tags := job.content.tags:  # tags sorted by parts, and two sums for each tag
         some = min(256 * job.content.entries, sorted_tags)
         chunk = max(chunk, _TAGS_SORTED * some + 8 * tags * width)
-    # gradient of E, if the softmax needs no operand
+    # Gradient of the item vectors, if the softmax needs no separate operand.
     least = items * width * dtype.itemsize
     return Output(operand, max(gradient, least), max(output.chunk, chunk), False)
 
@@ -387,9 +390,9 @@ def input_gradient(
     rule = job.rule
     touched = 4 * min(entries, rows) * width
     if not gather_sum.mosaic_fits(rows, width, entries):
-        touched = 8 * entries * width  # gathered rows, and summed gradients
+        touched = 8 * entries * width  # gathered rows, and the sums of their gradients
     elif width < 128 and width % 8:
-        touched += 4 * 128 * rows  # a copy of the kernel with wider rows
+        touched += 4 * 128 * rows  # a copy of the kernel with padded rows
     if dense:
         return touched + 4 * rows * width
     if rule.drifts and optimizer.updates_whole(rows, entries):
@@ -397,7 +400,7 @@ def input_gradient(
     in_program = job.steps_by_elements(width) or rule.by_row
     in_program &= row_update.takes_rows(width, by_row=rule.by_row)
     if in_program and not rule.drifts:
-        # one GPU program sums gradients and updates rows
+        # One GPU program sums gradients and updates rows, without an array of gradients.
         return int(_PIECES * entries * width)
     return touched
 

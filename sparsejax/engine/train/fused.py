@@ -91,7 +91,7 @@ class Derived(NamedTuple):
 
 
 class _Arrays(NamedTuple):
-    """All arrays that an update of the output layer changes."""
+    """All arrays that change when the output layer is updated."""
 
     kernel: jax.Array
     kernel_state: State
@@ -208,8 +208,8 @@ def train_step(
         if noise is not None:
             noise = noise.after(start)
         new = narrowed(new, w.dtype, noise, count)
-        # Without the barrier, XLA recomputes the chunk for each array that is written, and copies
-        # the old values of the other arrays to do so.
+        # Without the barrier, XLA recomputes the chunk for each array written, and copies the old
+        # values of the other arrays for that.
         new, parts, more = lax.optimization_barrier((new, parts, derived(new)))
         state = {name: write_rows(state[name], parts[name], start) for name in state}
         return write_rows(w, new, start), state, more
@@ -290,8 +290,8 @@ def train_step(
     def surrogate(model):
         h = model.output.hidden_operand(model.encode(x))
         constant = lax.stop_gradient(h)
-        # A separate program: arrays that are written in place cannot be in a differentiated
-        # program.
+        # A separate program, because JAX cannot differentiate a program that writes arrays in
+        # place.
         run = jax.jit(
             functools.partial(over_items, kernel_spec=method.kernel_spec),
             static_argnums=0,
@@ -300,7 +300,7 @@ def train_step(
             step_output, LossBatch(constant, labels, weights), before
         )
         loss = weighted_sum(per_example, weights)
-        assert dh is not None  # it is computed, as there is an update
+        assert dh is not None  # `dh` is not None if there is an update
         wide = accumulator(h.dtype)
         slopes = lax.stop_gradient(dh).astype(wide)
         return jnp.sum(h.astype(wide) * slopes), (loss, after)
@@ -316,7 +316,7 @@ def train_step(
 
 
 def _derived(layer: OutputLayer, kernel: jax.Array) -> Derived:
-    """Computes the derived arrays from a kernel, or from some of its rows."""
+    """Computes arrays derived from a kernel (or from some of its rows)."""
     dtype = layer.dtype or kernel.dtype
     return Derived(
         None if dtype == kernel.dtype else kernel.astype(dtype),

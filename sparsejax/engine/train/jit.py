@@ -24,7 +24,7 @@ from sparsejax.mesh.layout import with_shardings
 from sparsejax.mesh.xla_options import Programs, is_timed
 from sparsejax.optimizers import inplace
 
-# Number of module combinations whose split a step remembers; others are split at each call.
+# Number of combinations of modules that a step keeps split; others are split at each call.
 _REMEMBERED = 16
 
 
@@ -199,7 +199,7 @@ class _Named(NamedTuple):
     def split[Key: (int, str)](
         self, arguments: dict[Key, Any]
     ) -> tuple[dict[Key, Any], dict[Key, Any]]:
-        """Divides arguments, given by position or by name, into selected ones and others."""
+        """Divides arguments by position or by name into the selected ones and the others."""
         if not self.positions and not self.names:
             return {}, arguments
         here = {
@@ -211,7 +211,7 @@ class _Named(NamedTuple):
 
 
 class _How(NamedTuple):
-    """The key of a compiled program, besides the shapes of arrays.
+    """The part of a compiled program's key that does not depend on shapes of arrays.
 
     Attributes:
       graphdef: the graph of the modules.
@@ -289,7 +289,7 @@ class _Step:
             raise
 
     def _within(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Calls the step inside a program that is being traced."""
+        """Runs the step as a part of another program, which is being traced."""
         if self._deterministic:
             raise ValueError(
                 f"{_name(self._f)} is deterministic and cannot be called within another "
@@ -328,7 +328,7 @@ class _Step:
 
 
 class _Split:
-    """Modules that were split, and data to detect later changes in them.
+    """Modules that were split into arrays, and the data that detects later changes of the modules.
 
     Attributes:
       flat: arrays of the modules.
@@ -358,14 +358,16 @@ class _Split:
         self._metadata = [v.get_metadata() for v in flat.variables]
 
     def is_alive(self, modules: list[Any]) -> bool:
-        """Whether these are the split modules, not new ones at their memory addresses."""
+        """Whether the split modules still exist, and these are not new ones at the old memory
+        addresses.
+        """
         return all(
             reference() is module
             for reference, module in zip(self._modules, modules, strict=True)
         )
 
     def is_of(self, modules: list[Any]) -> bool:
-        """Whether these are the split modules, in which only values of variables were changed."""
+        """Whether these are the split modules, and only values of their variables were changed."""
         for container, keys, values in self._held:
             if len(container) != len(values):
                 return False
@@ -377,13 +379,13 @@ class _Split:
                 return False
         try:
             same = self._metadata == [v.get_metadata() for v in self.flat.variables]
-        except ValueError:  # arrays in metadata cannot be compared by ==
+        except ValueError:  # comparing arrays in metadata by == raises an error
             return False
         return same and self.is_alive(modules)
 
 
 def _programs(f: Callable[..., Any], how: _How, timed: bool) -> Programs:
-    """The programs of a function, from arrays to arrays. They donate the modules' arrays."""
+    """Compiles a function into programs from arrays to arrays; the modules' arrays are donated."""
 
     def program(values, given, kept, constants):
         state = jax.tree.unflatten(how.structure, jax.tree.leaves(values))
@@ -413,7 +415,7 @@ def _programs(f: Callable[..., Any], how: _How, timed: bool) -> Programs:
 
 
 def _forget(step: Callable[[], _Step | None], key: Any, _: Any) -> None:
-    """Removes the entry of modules that were garbage-collected."""
+    """Removes the entry of garbage-collected modules."""
     if (alive := step()) is not None:
         alive._split.pop(key, None)
 
@@ -421,7 +423,7 @@ def _forget(step: Callable[[], _Step | None], key: Any, _: Any) -> None:
 def _reference(module: Any, forget: Callable[[Any], None]) -> Callable[[], Any]:
     try:
         return weakref.ref(module, forget)
-    except TypeError:  # a Variable has no weak references
+    except TypeError:  # a Variable does not support weak references
         return lambda: module
 
 
@@ -429,7 +431,8 @@ def _is_module(node: Any) -> bool:
     return _are_modules(type(node))
 
 
-@functools.cache  # `isinstance` of a Variable takes microseconds, and a step has many leaves
+# Cached: `isinstance` takes microseconds for a Variable, and a step has many leaves.
+@functools.cache
 def _are_modules(kind: type) -> bool:
     return issubclass(kind, nnx.Pytree | nnx.Variable)
 
@@ -488,7 +491,7 @@ def _check_same_variables(
 
 
 def _of_one(path: str) -> str:
-    """A variable's path without the number of its module."""
+    """A variable's path without the number of its module at the front."""
     return path.partition(".")[2] or path
 
 
@@ -505,7 +508,7 @@ def _check_result(f: Callable[..., Any], result: Any) -> None:
 def _check_kept(
     f: Callable[..., Any], how: _How, modules: Sequence[Any], fixed: Sequence[Any]
 ) -> None:
-    """Raises ValueError if the step changed more than the values of variables."""
+    """Raises ValueError if the step changed anything but the values of variables."""
     graphdef, state, constants = nnx.split(modules, inplace.is_variable, ...)
     now = jax.tree.leaves(constants)
     if len(now) != len(fixed) or not all(map(operator.is_, now, fixed)):
@@ -525,5 +528,5 @@ def _check_kept(
 
 
 def _unfilled(how: _How) -> Any:
-    """The state that a program takes, with placeholders for values."""
+    """The state that a program takes, with placeholders in place of arrays."""
     return jax.tree.unflatten(how.structure, [0] * how.structure.num_leaves)

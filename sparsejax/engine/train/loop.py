@@ -33,7 +33,7 @@ from sparsejax.optimizers import inplace
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Looping
 
-# Options that must be equal when training resumes.
+# Options that must not change when training resumes.
 _SETTINGS = "batch_size", "seed", "shuffle", "fused", "deterministic"
 
 
@@ -54,9 +54,10 @@ def train(
     """Trains a model in place, and returns a history entry for each epoch, see `fit`."""
     examples = job.examples
     settings = {**{name: getattr(how, name) for name in _SETTINGS}, **job.settings}
-    if job.metric is not None:  # checkpoints store its value as their score
+    if job.metric is not None:  # the metric's value is the score in checkpoints
         settings["metric"] = job.metric
-    if isinstance(examples, Stream):  # the default depends on the memory of the devices
+    # The default size of a chunk depends on the memory of the devices.
+    if isinstance(examples, Stream):
         settings["chunk_rows"] = examples.chunk_rows
     epochs = Epochs(
         examples,
@@ -66,7 +67,8 @@ def train(
         shuffle=how.shuffle,
     )
     overflows = None if job.exchange is None else job.exchange(epochs.batch_size)
-    # Made before a checkpoint is read: it places the arrays, and reading keeps their placement.
+    # The program is made before a checkpoint is read: it places the arrays, and the checkpoint's
+    # arrays are read with this placement.
     program = Program(
         cast(Trainable, model),
         optimizer,
@@ -140,7 +142,7 @@ def _check_same_everywhere(settings: Mapping[str, Any]) -> None:
 
 
 def _begun(progress: Progress, saver: Saver, resume: bool) -> Progress:
-    """The progress to start from: that of a checkpoint if training resumes."""
+    """The progress at the start: read from a checkpoint if training resumes, else empty."""
     if saver.checkpoints is None:
         if resume:
             raise ValueError("resume=True needs checkpoint_dir=...")
@@ -194,8 +196,8 @@ class _Training:
         self.epochs, self.program, self.how = epochs, program, how
         self.measure = measure
         self.progress, self.saver = progress, saver
-        # For each dispatch that may still run: its losses, and the number of examples of each
-        # step.
+        # The losses of each dispatch that may still run, and the number of examples in each of its
+        # steps.
         self._waiting: list[tuple[jax.Array, np.ndarray]] = []
         self._best: inplace.HostCopy | None = None
         done = progress.epoch * epochs.num_rows + progress.position * epochs.batch_size
@@ -228,7 +230,7 @@ class _Training:
             self._end_epoch(entry)
 
     def _crowded(self) -> int:
-        """Number of lookups so far whose ids did not fit into the exchange."""
+        """How many lookups so far had ids that did not fit into the exchange."""
         return 0 if self._overflows is None else self._overflows()
 
     def _warn_if_crowded(self, overflows: float, steps: int) -> None:
@@ -251,7 +253,8 @@ class _Training:
             self._waiting.append((self.program.launch(dispatch), dispatch.examples))
             self._await_all_but(ahead)
             self._save_or_end()
-            if dispatch.is_last:  # frees its data, to make memory for the next chunk
+            # Frees the dispatch's data, to make memory for the next chunk.
+            if dispatch.is_last:
                 self._await_all_but(0)
                 del dispatch
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.mesh import processes
 
-# `Estimate`: least seconds before an estimate, and least duration that is worth reporting.
+# `Estimate`: the time before the first estimate, and the shortest duration that is reported.
 _LEAST_SECONDS, _LONG_SECONDS = 10, 1800
 # Metrics for which lower values are better.
 _LOSSES = frozenset(
@@ -133,7 +133,7 @@ class Progress:
             moved = "fallen" if is_loss(metric) else "risen"
             why = f", as {metric} has not {moved} for {stopping.patience} epochs"
         best = "no epoch"
-        if self.best_epoch:  # otherwise the metric was NaN in all epochs
+        if self.best_epoch:  # if it is 0, the metric was NaN in all epochs
             best = f"epoch {self.best_epoch} ({metric} {self._sign * self.best:.4f})"
         return (
             f"training ended after epoch {self.epoch}{why}; {best} was the best, the "
@@ -199,7 +199,7 @@ class Saver:
 
     def is_due(self) -> bool:
         """Whether a checkpoint is due."""
-        # The clock of the first process decides, as all processes must save together.
+        # All processes must save at one time, so the clock of process 0 decides.
         waits = self.checkpoints is not None and processes.is_first()
         return waits and time.monotonic() - self._saved >= self._seconds
 

@@ -50,11 +50,11 @@ from sparsejax.mesh.layout import (
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR, take_rows
 
-# One target, or several by name. A string is the name of a sparse input.
+# One target, or several by name. A string is the name of a sparse input, which is also the target.
 Targets = Source | str | Mapping[str, Source | str] | None
 
-# A device with more than its share of the entries causes a warning only if it has more entries
-# than this: fewer take little time.
+# A warning about an uneven distribution is issued only if a device has more entries than this:
+# fewer take little time.
 MANY_ENTRIES = 2**20
 
 
@@ -352,7 +352,8 @@ class Examples:
         names = (getattr(self.roles, part, ()) for part in ("names", "targets"))
         if all(name is None for name in names):
             return fingerprint(*self.matrices, *weights)
-        # Fields with default values are left out, so that new fields keep earlier hashes valid.
+        # Fields with default values are omitted from the hash, so that a new field does not change
+        # earlier hashes.
         given, defaults = vars(self.roles), vars(type(self.roles))
         stated = {n: v for n, v in given.items() if v != defaults.get(n, ...)}
         roles = np.frombuffer(repr(stated).encode(), np.uint8)
@@ -425,7 +426,7 @@ class Resident:
       roles: task with the roles of the matrices (static).
     """
 
-    # Each is a CSR, ShardedCSR or array; while a program is lowered, a placeholder of JAX.
+    # Each is a CSR, a ShardedCSR or an array; a placeholder of JAX while a program is lowered.
     matrices: tuple[Any, ...]
     weights: jax.Array | None
     num_rows: int = dataclasses.field(metadata={"static": True})
@@ -483,8 +484,8 @@ class Resident:
             if isinstance(matrix, ShardedCSR):
                 return matrix.take(rows, nse)
             if isinstance(matrix, CSR):
-                # Without this, XLA's partitioner may divide them, and then sum some entries
-                # wrongly (jax 0.12.0 on CPUs, data=2 and model=4, replicated tables).
+                # Without replication, XLA's partitioner may divide these matrices, and then sum
+                # some entries wrongly (jax 0.12.0 on CPUs, data=2 and model=4, replicated tables).
                 return replicated(jax.vmap(lambda r: take_rows(matrix, r, nse))(every))
             return _dense_rows(matrix, rows)
 
@@ -507,7 +508,7 @@ class Resident:
                 return matrix.fullest(rows)
             if isinstance(matrix, CSR):
                 if self.roles.even:
-                    # Models of tokens divide a batch in this way.
+                    # Models of tokens divide their batch into one part for each device.
                     size, parts = every.shape[1], num_devices()
                     parts = 1 if size % parts else parts
                     largest = parts * _largest_dealt(matrix, every, parts)
@@ -544,7 +545,7 @@ class Resident:
         if self.contiguous:
             shard = jnp.arange(data, dtype=jnp.int32) * (VIRTUAL_SHARDS // data)
             place = rows - first_row(shard, self.num_rows)[None, :, None]
-        else:  # `home_rows` defines the parts
+        else:  # `home_rows` has already divided the rows into parts
             shards = VIRTUAL_SHARDS // data
             place = rows // VIRTUAL_SHARDS * shards + rows % shards
         return jnp.where(rows >= 0, place, -1)
@@ -585,7 +586,9 @@ def _largest(matrix: CSR, rows: jax.Array) -> jax.Array:
 
 
 def _largest_dealt(matrix: CSR, rows: jax.Array, parts: int) -> jax.Array:
-    """Number of entries in the fullest part of any batch, for `rows: [steps, batch]`."""
+    """Number of entries in the fullest part of any batch, for `rows: [steps, batch]` in `parts`
+    parts.
+    """
 
     def of_batch(lengths):
         return jnp.max(jnp.sum(lengths[dealt(lengths, parts)], axis=1))
@@ -599,7 +602,7 @@ def _lengths(matrix: CSR, rows: jax.Array) -> jax.Array:
 
 
 def _canonical(array):
-    """A NumPy array, converted to the dtype that it has on the device."""
+    """Converts an array to a NumPy array with the dtype that it has on the device."""
     if not isinstance(array, np.ndarray):
         return array
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

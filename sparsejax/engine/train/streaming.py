@@ -32,8 +32,8 @@ from sparsejax.mesh.blocks import ShardedCSR, parts_of_process
 from sparsejax.mesh.layout import VIRTUAL_SHARDS, current_mesh, device_memory, put_rows
 from sparsejax.sparse import CSR
 
-# Data that takes at most the first share of the devices' memory is read once, as one chunk.
-# Otherwise a chunk takes the second share, and two chunks are in memory at a time.
+# Data that takes at most the first fraction of the devices' memory is read once, as one chunk.
+# Otherwise a chunk takes the second fraction, and two chunks are in memory at a time.
 _SHARE, _CHUNK_SHARE = 1 / 4, 1 / 8
 
 
@@ -99,7 +99,7 @@ class Stream:
         if self.num_rows == 0:
             raise ValueError("inputs has no rows")
         self._weights = checked_weights(weights, self.num_rows)
-        # Stored here, as the mesh of this thread's context is not set in the reading thread.
+        # Stored now, because the thread that reads chunks has no mesh set.
         self._mesh = current_mesh()
         self._device = jax.config.jax_default_device
         self.chunk_rows = rows.sources[0].chunk_rows or self._rows_that_fit()
@@ -120,7 +120,7 @@ class Stream:
         The chunk `following` is read next.
         """
         if self._here is None or self._here[0] != chunk:
-            self._here = None  # frees its memory
+            self._here = None  # frees the memory of the last chunk
             ahead = self._ahead.pop(chunk, None)
             done = self._prepare(chunk) if ahead is None else ahead.result()
             placed = done if isinstance(done, Resident) else self._place(chunk, done)
@@ -139,8 +139,8 @@ class Stream:
         return f"{self._rows.fingerprint()}-{fingerprint(*weights)}"
 
     def _prepare(self, chunk: int) -> Resident | list[dict[int, Matrix]]:
-        """Reads a chunk, and copies it to the devices unless several processes must do that
-        together.
+        """Reads a chunk and copies it to the devices. With several processes it only reads its
+        part, as they must copy together.
         """
         parts = self.read(chunk)
         if jax.process_count() > 1:
@@ -203,7 +203,7 @@ class Stream:
         if isinstance(some, CSR):
             matrices = {p: x for p, x in parts.items() if isinstance(x, CSR)}
             if self._rows.roles.whole:
-                # No mesh is set in the reading thread.
+                # The sharding names the mesh, because the reading thread has none set.
                 everywhere = NamedSharding(self._mesh, P())
                 return jax.device_put(on_device(some), everywhere)
             # Capacities are rounded, so that one program serves all chunks.
@@ -233,7 +233,7 @@ class Stream:
 
 
 def _with_one(array: np.ndarray) -> np.ndarray:
-    """The array with an additional row."""
+    """The array with its first row appended."""
     return np.append(array, array[:1], axis=0)
 
 
