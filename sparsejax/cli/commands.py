@@ -47,7 +47,7 @@ from sparsejax.runs import uses
 from sparsejax.runs.folders import Folder
 from sparsejax.verbs import vectors as vector_files
 
-# largest number of items that a service of a run recommends to a row
+# The largest `k` of a service that serves a run.
 _MOST_SERVED = 100
 
 
@@ -65,7 +65,7 @@ def evaluate(command: flags.Evaluate) -> None:
 def compare(command: flags.Compare) -> None:
     """`sparsejax compare`."""
     runs = [Folder.of(run) for run in (command.run, command.other)]
-    # Errors about these options then name flags.
+    # With these classes, errors about the options name flags of the command line.
     asked = command.as_type(flags.Evaluate, run=command.run).replaced(keep_rows=True)
     both = zip(runs, _of_same_targets(runs, asked, command), strict=True)
     found = comparison.compare(
@@ -79,7 +79,7 @@ def compare(command: flags.Compare) -> None:
 
 
 def _for_run[T: Options](run: Folder, runs: Sequence[Folder], options: T) -> T:
-    """The options for `run`, without the table of users if only the other run reads it."""
+    """Options for `run`, without the table of users if only the other run reads such a table."""
     reads = {
         id(each) for each in runs if getattr(each.known, "users", None) is not None
     }
@@ -92,10 +92,10 @@ def _for_run[T: Options](run: Folder, runs: Sequence[Folder], options: T) -> T:
 def _of_same_targets(
     runs: Sequence[Folder], asked: Evaluate, reading: Reading
 ) -> list[Evaluate]:
-    """The options to measure each run: if one run has targets, both are measured on these targets.
+    """Options to measure each run. If one run has targets, the other is measured on these, too.
 
     Raises:
-      ValueError: both runs have targets, which differ.
+        ValueError: the targets of the runs differ.
     """
     stated = [(run.settings.targets, run.settings.weights) for run in runs]
     [first, second], nothing = stated, (None, None)
@@ -118,7 +118,7 @@ def _of_same_targets(
 def _two_stages(
     command: flags.Evaluate | flags.Predict | flags.Export, asked: type[Options]
 ) -> tuple[Any, dict[str, Any]]:
-    """Combines the runs of a command to one model; returns it and the arguments of its method.
+    """Combines the runs of a command to a two-stage model, and makes its method's arguments.
 
     Raises:
       ValueError: a given flag does not apply to two stages.
@@ -145,7 +145,7 @@ def _two_stages(
 
 
 def _measured(opened: Folder, asked: Evaluate, reading: Reading) -> Any:
-    """Measures a run, with the words of the command line in errors."""
+    """Measures a run. Errors name flags of the command line."""
     kind = opened.settings.kind
     asked = kind.asked_in_shell(asked)
     asked.check_kind(kind.name)
@@ -207,7 +207,7 @@ def _opened(
     | flags.Vectors
     | flags.Similar,
 ) -> Folder:
-    """Opens the run of a command, after a check that all given flags apply to its kind."""
+    """Opens a command's run. Raises ValueError if a flag is not for the run's kind of model."""
     opened = Folder.of(command.run)
     kind = opened.settings.kind
     command.check_kind(kind.name)
@@ -354,7 +354,7 @@ def similar(command: flags.Similar) -> None:
 
 
 def _data_to_split(command: flags.Split) -> tuple[Any, np.ndarray]:
-    """The data to split, and the offsets at which its rows begin."""
+    """Reads the data to split. Returns it with the offsets of its rows."""
     clicks = command.label is not None or is_saved(command.data, stored.CLICKS)
     if command.histories and not clicks:
         command.check_kind("histories")
@@ -373,8 +373,8 @@ def _data_to_split(command: flags.Split) -> tuple[Any, np.ndarray]:
 
 
 def _are_clicks(command: flags.Split) -> bool:
-    """Whether the data consists of clicks: a saved data set of clicks, or flags describe
-    clicks.
+    """Whether the data to split is clicks: it is a saved data set of clicks, or flags for clicks
+    are given.
     """
     given = command.given & Clicks.option_names()
     return bool(given) or is_saved(command.data, stored.CLICKS)
@@ -450,14 +450,14 @@ def _check_split(command: flags.Split) -> None:
 def _time(
     text: str, data: SparseDataset | SequenceDataset | ClickDataset
 ) -> int | float | str:
-    """Converts a time to a number if the times of the data are numbers; else returns the text."""
+    """Converts text to a number if the times of the data are numbers; otherwise returns it."""
     if data.times is not None and data.times.dtype.kind == "M":
         return text
     return _number(text)
 
 
 def _number(text: str) -> int | float | str:
-    """Converts a text to a number if possible; else returns the text."""
+    """Converts text to a number if it is one; otherwise returns it."""
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(text)
@@ -465,7 +465,7 @@ def _number(text: str) -> int | float | str:
 
 
 def _format_of(path: pathlib.Path) -> flags.Format:
-    """The format of a file, from the ending of its name."""
+    """The format of a file by the suffix of its name."""
     name = path.name.removesuffix(".gz").removesuffix(".xz")
     if name.endswith(".parquet"):
         return "parquet"

@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from sparsejax.kept_files import check_writable
 from sparsejax.mesh import kept_programs
 
-# If the cache is larger, the least recently used programs are removed.
+# If all programs together are larger, the least recently used ones are removed.
 MAX_BYTES = 2**30
 
 SETTINGS: dict[str, object] = {
@@ -65,7 +65,7 @@ def programs_kept(*, since: float) -> Iterator[None]:
     show = warnings.showwarning
 
     def notice(message, category, filename, lineno, file=None, line=None) -> None:
-        # JAX would warn about each program; after the first warning the cache is disabled.
+        # JAX would warn for each program, so the first warning disables the cache.
         text = str(message)
         if text.startswith((_READING, _WRITING)):
             _set(before)
@@ -85,13 +85,13 @@ def programs_kept(*, since: float) -> Iterator[None]:
 
 
 def _after_an_error(text: str) -> str:
-    """The warning about a cache error. If a program could not be read, removes all programs."""
+    """Text of a warning about the cache. If a program is damaged, all programs are removed."""
     reason = text.partition("': ")[2]
     if text.startswith(_WRITING):
         return f"compiled programs are no longer kept in {folder()}: {reason}"
     if "Timeout" in reason:
         return f"compiled programs are not read, as another process has {folder()}"
-    # JAX does not overwrite an existing file, even if it is truncated.
+    # Damaged files must be removed, because JAX never overwrites an existing file.
     for file in folder().glob("*-cache"):
         file.unlink(missing_ok=True)
     return f"the compiled programs in {folder()} are damaged and were removed: {reason}"

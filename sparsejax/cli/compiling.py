@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Generator
 from types import FrameType
 
-# JAX reports a compilation only when it has ended, so the compiler's function is searched in the
-# stacks of all threads. If a later JAX renames it, nothing is reported.
+# JAX reports a compilation only at its end. So the stacks of all threads are searched for the
+# compiler's function. If a later JAX renames it, no compilation is reported.
 _FILE, _FUNCTION = os.path.join("jax", "_src", "compiler.py"), "backend_compile"
 
 
@@ -49,7 +49,7 @@ def told_if_long(
 
 
 def _compilations() -> set[int]:
-    """The `id`s of the frames, in all threads, that wait for the compiler."""
+    """The `id` of each frame of this function, in all threads, that is compiling a program."""
     found = set()
     for top in sys._current_frames().values():
         frame: FrameType | None = top

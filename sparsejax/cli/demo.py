@@ -67,7 +67,7 @@ def demo(command: Demo) -> None:
 
 
 def _trained(visits: SparseDataset) -> tuple[FeedForward, list[dict[str, float]]]:
-    """Trains a model on the visits; returns it and its history."""
+    """Trains a model on visits. Returns the model and the history of its training."""
     train, validation = visits.split(TRAINED, seed=SEED)
     rule = optimizers.get(OPTIMIZER, learning_rate=LEARNING_RATE)
     model, optimizer = build(NETWORK, train, rule, seed=SEED)
@@ -87,13 +87,13 @@ def _trained(visits: SparseDataset) -> tuple[FeedForward, list[dict[str, float]]
 
 
 def _unique(titles: dict[str, str]) -> dict[str, str]:
-    """The titles. A title of several areas is followed by the path of the area."""
+    """Titles by path. If several areas have equal titles, their paths are added."""
     count = collections.Counter(titles.values())
     return {n: t if count[t] == 1 else f"{t} ({n})" for n, t in titles.items()}
 
 
 def _with_titles(example: report.Example, titles: dict[str, str]) -> report.Example:
-    """The example with titles instead of paths."""
+    """Replaces the paths in an example by titles."""
     return report.Example(
         row=example.row,
         shown=[titles[name] for name in example.shown],
@@ -103,7 +103,7 @@ def _with_titles(example: report.Example, titles: dict[str, str]) -> report.Exam
 
 
 def _show(examples: Sequence[report.Example]) -> None:
-    """Prints visited, recommended and held-out areas of some visitors."""
+    """Prints the visited, recommended and held-out areas of a few visitors."""
     for example in examples:
         print(f"\n{example.row}")
         _print_titles("visited", example.shown)

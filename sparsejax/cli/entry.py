@@ -13,21 +13,21 @@ import threading
 
 import sparsejax.ending as ending  # noqa: PLR0402 - `from` asks the package for a name
 
-# Importing `typing` takes 5 ms, during which a signal would not be handled.
+# `typing` takes 5 ms to import, and a signal in this time would not be handled.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
 
 class _Hidden:
-    """Hides packages that others import wherever they are installed, and commands do not need.
+    """Hides installed packages that other packages import, but that commands do not need.
 
-    pyarrow imports pandas when it makes an array, and Flax imports IPython to look for a
-    notebook. Both together take a fifth of a second.
+    pyarrow imports pandas when it makes an array, and Flax imports IPython to detect a notebook.
+    Both imports take a fifth of a second.
     """
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
-        """Raises ModuleNotFoundError for a hidden package; finds no other module either."""
+        """Raises ModuleNotFoundError for a hidden package; for others, the search goes on."""
         if fullname in ("pandas", "IPython"):
             raise ModuleNotFoundError(f"commands do not import {fullname}")
 
@@ -51,9 +51,10 @@ def run() -> NoReturn:
 
 
 def _open_closed() -> None:
-    """Opens closed standard streams, so that no data file gets their file descriptors.
+    """Opens standard streams that are closed, so that no data file gets their descriptors.
 
-    Writing to the opened standard output is an error, as the text would be lost.
+    The new standard output is opened for reading: writing to it is an error, because the text
+    would be lost.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -65,7 +66,7 @@ def _open_closed() -> None:
 
 
 def _is_whole_process() -> bool:
-    """Whether only the script of a command, or `python -m sparsejax`, has called `run`."""
+    """Whether the process only runs a command, by its script or by `python -m sparsejax`."""
     names, frame = [], sys._getframe(2)
     while frame is not None:
         names.append(frame.f_code.co_name)

@@ -40,7 +40,7 @@ from sparsejax.options.reading import (
     TimeColumn,
 )
 
-# Repeats the type in `sparsejax.data`, which is slow to import.
+# Equal to the type in `sparsejax.data`, which is slow to import.
 WrittenFormat = Literal["text", "pairs", "adjacency", "parquet"]
 _RUN = Flag(value="DIR", positional=True)
 _Mesh = "data=INT,model=INT"
@@ -49,7 +49,7 @@ _TEST = Flag(type=str | None, value="[TEST]", positional=True)
 
 
 def _argument(value: str) -> Any:
-    """A required positional argument; `value` is its name in help."""
+    """A required positional argument; the help names it `value`."""
     return option(dataclasses.MISSING, Flag(value=value, positional=True))
 
 
@@ -548,7 +548,7 @@ class Plan(
 
     only_with: ClassVar = {"target_entries": ("features",)}
 
-    # These take no memory.
+    # These options do not change the memory, so they are no flags here.
     normalize: bool = option(True, shell=False)
     precision: Literal["highest", "high", "default"] | None = option(None, shell=False)
 

@@ -30,12 +30,12 @@ from sparsejax.cli.wording import in_flags
 from sparsejax.mesh import interrupts
 from sparsejax.options.models import Histories, Network
 
-# The start time: modules imported later are as new as their files at this time.
+# Modules that are imported later may be as new as their files at this time.
 _BEGUN = time.time()
 
 _FEWEST_COLUMNS = 40  # least width of a help page
 
-# Names of flags in other programs that are too different for tyro to suggest ours.
+# Flags of other programs, and our names for them: tyro would not find these similar.
 _CALLED_OTHERWISE = {
     "--lr": "--learning-rate",
     "--num-epochs": "--epochs",
@@ -44,7 +44,7 @@ _CALLED_OTHERWISE = {
     "--wd": "--weight-decay",
 }
 
-# The flags that describe a model of one kind. Those of clicks are in --config.
+# Options that describe a model of one kind. Click models are described in a file for --config.
 _OPTIONS = (Network, Histories)
 
 
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     usage; 130: interrupted, by Ctrl-C; 143: by SIGTERM.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    # Orbax logs files left by a killed process, and tracebacks of errors that it also raises. Our
-    # own warnings and errors are enough.
+    # Orbax logs files that a killed process has left, and tracebacks of errors that it also
+    # raises. Our own warnings and errors are enough.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     command = None
     try:
@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> flags.Command:
-    """Parses a command. For help or wrong usage, prints a text and raises SystemExit."""
+    """Parses a command. For help or wrong usage, it prints a text and raises SystemExit."""
     commands = _commands()
-    # Only the flags of the named command are made: making all takes as long as importing NumPy.
+    # A parser is made only for the named command: making all takes as long as importing NumPy.
     named = commands.get(argv[0]) if argv else None
     parsers = {
         shell.parser_of(c) if named in (None, c) else shell.name_of(c): c
@@ -131,13 +131,13 @@ def _parse(argv: Sequence[str]) -> flags.Command:
 
 @functools.cache
 def _commands() -> Mapping[str, type[flags.Command]]:
-    """The class of each command, by its name on the command line."""
+    """The class of each command, by the command's name."""
     commands = flags.Command.__subclasses__()
     return {_function_of(command).replace("_", "-"): command for command in commands}
 
 
 def _advise(argv: Sequence[str], unknown: Sequence[str]) -> None:
-    """Prints advice about words that a command does not accept."""
+    """Prints advice about the words in `argv` that the command does not accept."""
     if (command := _commands().get(argv[0])) is None:
         return
     known = shell.flag_names(command)
@@ -167,7 +167,7 @@ def _advise(argv: Sequence[str], unknown: Sequence[str]) -> None:
 
 
 def _model_with(option: str, argv: Sequence[str]) -> str | None:
-    """The model that the words name, or the first model whose configuration has the option."""
+    """The model named in `argv`, or else the first model, whose configuration has the option."""
     from sparsejax.kinds.kind import kind_for
 
     named = [m for m in flags.MODELS if m in argv or f"--model={m}" in argv]
@@ -179,7 +179,7 @@ def _model_with(option: str, argv: Sequence[str]) -> str | None:
 
 
 def _dsstne(argv: Sequence[str]) -> int:
-    """Runs one of DSSTNE's commands, which parse their own flags."""
+    """Runs a command of DSSTNE, which parses its own flags."""
     from sparsejax.dsstne import cli
     from sparsejax.mesh import processes
 
@@ -196,11 +196,12 @@ def _dsstne(argv: Sequence[str]) -> int:
 def _carry_out(command: flags.Command, devices: flags.Devices) -> int:
     """Runs a parsed command and returns its exit status."""
     with _importing():
-        # A plan may simulate devices, and several processes must join before the device starts.
+        # `plan` may simulate devices. Several processes must join before the device is
+        # initialized.
         runs = isinstance(command, flags.Compilation) and not isinstance(
             command, flags.Plan
         )
-        # With --parts, child processes need the devices.
+        # With --parts, this process leaves the devices to child processes.
         runs = runs and getattr(command, "parts", None) is None
         if runs and not devices.several:
             _start_device()
@@ -239,7 +240,7 @@ def _is_run(path: str) -> bool:
 
 
 def _function_of(kind: type) -> str:
-    """The name of the function that runs a command: export_triton for ExportTriton."""
+    """The name of the function that runs a command: `export_triton` for `ExportTriton`."""
     return re.sub(r"\B(?=[A-Z])", "_", kind.__name__).lower()
 
 
@@ -262,10 +263,10 @@ def _start_device() -> None:
 
 @contextlib.contextmanager
 def _importing() -> Generator[None]:
-    """While this context is open, imports take a third of their usual time.
+    """While this context is open, the garbage collector is off: imports take a third of the time.
 
-    Imported objects live until the end. Python's garbage collector would scan them again and
-    again, and once more at the end.
+    Imported objects live until the process ends, so scanning them again and again is useless. They
+    are exempt from later collections.
     """
     gc.disable()
     try:
@@ -277,7 +278,7 @@ def _importing() -> Generator[None]:
 
 
 def _check_network(command: flags.Train | flags.Tune | flags.Plan) -> None:
-    """Raises ValueError if flags and also a file, a run or a model describe the network."""
+    """Raises ValueError if flags describe the network, and so does a file or an earlier run."""
     model, config = command.model, getattr(command, "config", None)
     origin = getattr(command, "origin", None)
     if origin is not None:
@@ -296,7 +297,7 @@ def _check_network(command: flags.Train | flags.Tune | flags.Plan) -> None:
 
 
 def _check_given(command: flags.Train | flags.Tune | flags.Plan, kind: str) -> None:
-    """Raises ValueError if flags describe a model of another kind."""
+    """Raises ValueError if given flags describe a model of another kind."""
     for options in _OPTIONS:
         of = options.describes
         for name, flag in shell.flag_names(options).items():
@@ -309,7 +310,7 @@ def _check_given(command: flags.Train | flags.Tune | flags.Plan, kind: str) -> N
 
 @contextlib.contextmanager
 def _on(devices: flags.Devices, command: flags.Command) -> Generator[None]:
-    """Joins the processes and sets the mesh."""
+    """While this context is open, the processes are connected, and the mesh is set."""
     if devices == flags.Devices():
         yield
         return
@@ -327,7 +328,7 @@ def _on(devices: flags.Devices, command: flags.Command) -> Generator[None]:
 
 @contextlib.contextmanager
 def _joined(devices: flags.Devices, command: flags.Command | None) -> Generator[None]:
-    """Joins the processes. While this context is open, only the first one prints."""
+    """While this context is open, processes are connected, and only the first one prints."""
     from sparsejax.mesh import processes
 
     with contextlib.ExitStack() as stack:
@@ -348,8 +349,8 @@ def _joined(devices: flags.Devices, command: flags.Command | None) -> Generator[
 def _programs(
     command: flags.Command, devices: flags.Devices
 ) -> contextlib.AbstractContextManager[None]:
-    """Keeps programs that are compiled in this context for later commands, if `command` says so."""
-    # Processes with different cached programs would wait for each other's compiler.
+    """A context in which compiled programs are kept for later commands, if `command` says so."""
+    # Several processes would wait for each other's compiler if some of them had cached programs.
     keeps = isinstance(command, flags.Compilation) and command.compilation_cache
     if not keeps or devices.several:
         return contextlib.nullcontext()
@@ -360,9 +361,9 @@ def _programs(
 
 @contextlib.contextmanager
 def _results_alone() -> Generator[None]:
-    """While this context is open, only Python prints to stdout.
+    """While this context is open, only Python can print to stdout.
 
-    Gloo, which connects CPUs, would print, too.
+    Otherwise Gloo, which connects processes on CPUs, would print there, too.
     """
     before = sys.stdout
     with os.fdopen(os.dup(1), "w") as results:
@@ -382,7 +383,7 @@ def _one_line_warnings(command: flags.Command | None) -> Generator[None]:
         _say(f"warning: {_message(message, command)}")
 
     with warnings.catch_warnings():
-        # Shows each warning, not only the first from each place in the code.
+        # By default, Python shows only the first warning of each place in the code.
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = show
         hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
@@ -393,9 +394,9 @@ def _one_line_warnings(command: flags.Command | None) -> Generator[None]:
 
 
 def _failed(error: BaseException, command: flags.Command | None) -> int:
-    """Reports why a command failed and returns its exit status.
+    """Reports why a command failed, and returns its exit status.
 
-    Raises the error again if it is a bug.
+    If the error is a bug, it is raised again.
     """
     from sparsejax.mesh import processes
 
@@ -406,7 +407,7 @@ def _failed(error: BaseException, command: flags.Command | None) -> int:
         ending.say_once(lambda: _say(f"interrupted{after}"))
         status = interrupts.status()
     elif isinstance(error, BrokenPipeError):  # the reader of the output is gone
-        # Python flushes stdout again at exit.
+        # Python flushes stdout at exit: this must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif processes.is_lost_peer(error):
         _say(f"error: {_message(error, command)}")
@@ -422,7 +423,7 @@ def _failed(error: BaseException, command: flags.Command | None) -> int:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether an error was caused by an interrupt, which a library may have converted."""
+    """Whether an interrupt caused an error. A library may have raised another error for it."""
     while error is not None:
         if "KeyboardInterrupt" in (type(error).__name__, *str(error).split()):
             return True
@@ -435,7 +436,7 @@ def _lost(command: flags.Command | None) -> str:
 
 
 def _what_next(command: flags.Command | None) -> str:
-    """Advice on the next step after training was interrupted."""
+    """Advice to a user whose training or tuning was interrupted; "" for other commands."""
     if isinstance(command, flags.Tune):
         return "; to continue, repeat the command"
     if not isinstance(command, flags.Train):
@@ -448,16 +449,16 @@ def _what_next(command: flags.Command | None) -> str:
 
 
 def _is_for_users(error: BaseException) -> bool:
-    """Whether the message helps a user; any other error is a bug, which needs its traceback."""
+    """Whether a user can correct an error. Other errors are bugs, which need their traceback."""
     kinds = (ValueError, OSError, ArithmeticError, MemoryError, NotImplementedError)
     if isinstance(error, ImportError) and "pip install" in str(error):
         return True  # an optional package
-    # JAX has no error class for lack of memory.
+    # JAX has no class of its own for lack of memory.
     return isinstance(error, kinds) or "Out of memory" in str(error)
 
 
 def _message(error: BaseException | str, command: flags.Command | None) -> str:
-    """The text of an error or a warning, on one line and with flags in place of arguments."""
+    """The text of an error or a warning on one line, with flags instead of Python arguments."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno == errno.EBADF:

@@ -31,7 +31,7 @@ def export_triton(command: flags.ExportTriton) -> None:
 
 
 def _admin_of(text: str) -> tuple[str, int]:
-    """Parses the host and the port in `--admin`."""
+    """Parses the host and the port given by `--admin`."""
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) < 2**16):
         raise ValueError(
@@ -43,8 +43,8 @@ def _admin_of(text: str) -> tuple[str, int]:
 def serve(command: flags.Serve) -> None:
     """`sparsejax serve`."""
     with needing("serve needs {}", "serve"):
-        # gRPC's log lines are not JSON, and contain text of clients, even line ends. gRPC reads
-        # this variable when it is imported.
+        # gRPC's log is off: its lines are not JSON, and contain text sent by clients, even line
+        # ends. gRPC reads this variable when it is imported.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         from sparsejax.serving import server
     from sparsejax.serving.engine import Shape

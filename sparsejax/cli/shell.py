@@ -43,7 +43,7 @@ def names_of(text: str) -> list[str]:
 
     if os.path.isfile(text):
         return lines_of(text)
-    # Unknown names are ignored, so a mistyped file name must not be taken for a name.
+    # Unknown names are ignored later, so a mistyped file name must be an error here.
     if re.search(r"\.(txt|csv|tsv|list)$", text):
         raise ValueError(f"{text}: there is no such file")
     return text.split(",")
@@ -78,7 +78,7 @@ def weights_of(text: str) -> dict[str, float] | str:
         ) from None
 
 
-# Functions that parse values, by `Flag.read`.
+# Functions that parse a flag's value, by the name in `Flag.read`.
 _READERS = {
     "names": names_of,
     "numbers": numbers_of,
@@ -100,7 +100,7 @@ def parser_of(command: type[Options]) -> type:
         groups.setdefault(vars(of).get("heading", ""), []).append((field, of))
     own = list(inspect.get_annotations(command))
     fields = [field for field, _ in groups.pop("")]
-    # Positional arguments have the order of the command's own class.
+    # Positional arguments are in the order in which the command's class declares them.
     fields.sort(key=lambda field: own.index(field[0]) if field[0] in own else len(own))
     for heading, members in groups.items():
         of = members[0][1]
@@ -142,7 +142,7 @@ def given(command: type[Options], argv: Sequence[str]) -> frozenset[str]:
     ['k']
     """
     words, flags = _flags_among(argv), [*all_flags(command)]
-    # --no-value is a separate flag, and does not set --value.
+    # `--no-value` is a flag of its own, and not the negation of `--value`.
     own = {flag.spelled(option.name) for option, flag in flags}
     return frozenset(
         option.name
@@ -153,7 +153,7 @@ def given(command: type[Options], argv: Sequence[str]) -> frozenset[str]:
 
 
 def _flags_among(argv: Sequence[str]) -> set[str]:
-    """The flags in a command line without their values, with dashes in place of underscores."""
+    """The words of a command line, without values after "=", and with "-" in place of "_"."""
     return {word.partition("=")[0].replace("_", "-") for word in argv}
 
 
@@ -240,19 +240,19 @@ def words_of(command: Options, names: Collection[str]) -> list[str]:
 
 
 def _attribute(option: dataclasses.Field[Any], flag: Flag) -> str:
-    """The attribute of a flag's value in the dataclass for tyro."""
+    """The name of the attribute for a flag in the dataclass that tyro fills."""
     return option.name + "_" * flags_of(option).index(flag)
 
 
 def _field(
     command: type[Options], option: dataclasses.Field[Any], flag: Flag
 ) -> tuple[str, Any, Any]:
-    """The field of a flag, in the form that `make_dataclass` takes."""
-    # The texts of options name Python arguments; the help must name flags.
+    """The dataclass field of a flag, as `make_dataclass` accepts it."""
+    # The texts of options name Python arguments, but the help must name flags.
     text = flag.text or in_flags(texts_of(command)[option.name], command)
     type_ = _type(command, option, flag)
     settings: list[Any] = []
-    # A Python default may have another type than the flag's value.
+    # If a flag has its own type, the option's default may have another type.
     keeps = flag.type is None or flag.repeated
     default = option.default if keeps else None
     is_needed = option.default is dataclasses.MISSING
@@ -285,7 +285,7 @@ def _field(
 
 
 def _metavar(flag: Flag, type_: str) -> str | None:
-    """The text for a flag's value in help; None if tyro can derive it."""
+    """The text that stands for a flag's value in help; None if tyro can derive it."""
     if (choices := choices_of(type_)) and not flag.is_switch:
         return f"{{{','.join(choices)}}}"
     return {"int | None": "INT", "float | None": "FLOAT"}.get(type_)
@@ -313,12 +313,12 @@ def _stated_in(command: type[Options], option: dataclasses.Field[Any]) -> type[O
 
 
 def _summary(cls: type) -> str:
-    """The first sentence of a docstring."""
+    """The first line of a class's docstring."""
     return (inspect.getdoc(cls) or "").partition("\n")[0]
 
 
 def _dataclass(cls: type, fields: Sequence[tuple[str, Any, Any]]) -> type:
-    """A dataclass with the name of `cls` and its docstring up to the attributes."""
+    """A dataclass with the name of `cls`, and its docstring without the attributes."""
     text = (inspect.getdoc(cls) or "").partition("\nAttributes:\n")[0].strip()
     return dataclasses.make_dataclass(
         cls.__name__,

@@ -97,7 +97,7 @@ def plan(command: flags.Plan) -> bool:
         from sparsejax.kinds.clicks.planner import plan_embeddings
 
         placed = plan_embeddings(*tables, **how)
-        # An error was raised before if the tables do not fit.
+        # If the tables did not fit, `plan_embeddings` would have raised an error.
         text, fits = str(placed), None if placed.memory is None else True
     if fits is None:
         raise ValueError("the device here does not say its memory: pass --memory 141GB")
@@ -112,7 +112,7 @@ def _planned(
     command: flags.Plan,
     how: Mapping[str, Any],
 ) -> planning.Plan:
-    """The plan of a model that ranks items, for data of the sizes that flags give."""
+    """Plans the memory of a model that ranks items, for data whose sizes are given by flags."""
     for name in ("items", "rows", "entries"):
         if getattr(command, name) is None:
             raise ValueError(f"name the sizes of the data: --{name} is missing")
@@ -168,7 +168,7 @@ def config_of(command: flags.Train | flags.Plan) -> tuple[Any, Collection[str]]:
 def _logging(
     command: flags.Train, new_writer: Callable[..., Any] | None
 ) -> Generator[training.Log]:
-    """Yields a function to call after each epoch, which prints and writes the metrics."""
+    """Yields a function that prints and writes the metrics. It is called after each epoch."""
     with contextlib.ExitStack() as stack:
         writer, left = None, printing.TimeLeft()
 
@@ -179,7 +179,8 @@ def _logging(
             else:
                 printing.print_epoch(epochs, step, entry)
                 left.epoch_ended(int(entry["epoch"]), epochs)
-            # Made after the first epoch: its folder may be inside that of the run.
+            # The writer's folder may be inside the run's folder, which exists after the first
+            # epoch.
             if writer is None and new_writer is not None and processes.is_first():
                 writer = stack.enter_context(new_writer(command.tensorboard))
             if writer is not None:
@@ -190,6 +191,6 @@ def _logging(
 
 
 def _pretend_devices(count: int) -> None:
-    """Makes JAX show the CPU as this many devices, unless JAX has been used already."""
+    """Makes JAX simulate `count` CPU devices, unless JAX has been initialized already."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)

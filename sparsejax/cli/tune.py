@@ -43,11 +43,11 @@ from sparsejax.whole_files import whole_text_file
 
 _TRIALS, _NETWORK = "trials.log", "network.json"
 _LEARNING_RATES = Range(2e-4, 1e-2, log=True)
-# Number of first trials, which are not pruned, and whose settings are drawn at random.
+# Number of first trials: their settings are drawn at random, and they are not pruned.
 _FIRST_TRIALS = 5
-# Epochs before which no trial is pruned.
+# A trial is not pruned before this epoch.
 _FIRST_EPOCHS = 3
-# Flags to repeat in the printed training command. The network is in a file.
+# Options that the printed training command repeats. It reads the network from a file.
 _REPEATED = {
     name
     for options in (Stepping, Content, Reading, Clicks)
@@ -59,11 +59,11 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class _Enough(Exception):
-    """Raised to end a trial that does not improve, or when the time is over."""
+    """Raised to end a trial that does not improve any more, or when the time is over."""
 
 
 class _Tuning(NamedTuple):
-    """The facts that all trials share.
+    """Data shared by all trials.
 
     Attributes:
       command: the options of `tune`.
@@ -94,7 +94,7 @@ class _Tuning(NamedTuple):
         return name
 
     def with_chosen(self, chosen: Mapping[str, Any]) -> tuple[flags.Train, Any]:
-        """The training and the network with the given values of the tuned settings."""
+        """Options of a training and a network, with the chosen values of the tuned settings."""
         tuned = dict(chosen)
         learning_rate = tuned.pop("learning_rate")
         return _training(self.command, learning_rate), self.kind.with_tuned(
@@ -151,7 +151,7 @@ def tune(command: flags.Tune) -> None:
                 f"trial {trial.number}: {tuning.metric} {score:.4f}, {took}{why}: {said}",
                 file=sys.stderr,
             )
-            # Each trial compiles its own programs.
+            # No trial uses the programs of earlier ones again.
             jax.clear_caches()
         _finish(study, tuning)
 
@@ -176,7 +176,7 @@ def _opened(optuna: Any, tuning: _Tuning, settings: Settings) -> Any:
         raise ValueError(
             f"{command.run}: does not hold a tuning, but {min(others)}; name a new folder"
         )
-    # A killed process may leave half a line, and Optuna's lock. We use our own lock.
+    # A killed process may leave an incomplete line and the lock of Optuna. We have our own lock.
     if path.exists():
         whole = path.read_bytes()
         with path.open("r+b") as file:
@@ -210,12 +210,12 @@ def _opened(optuna: Any, tuning: _Tuning, settings: Settings) -> Any:
     waiting = [_asked(trial) for trial in trials if trial.state == states.WAITING]
     for trial in trials:
         if trial.state == states.RUNNING:
-            # In this order, so that a kill between both steps does not lose the trial. If there
-            # was one, the trial is already queued.
+            # The interrupted trial is queued again before it is marked as failed, so that it is
+            # not lost if the process is killed in between. Then it is in the queue already.
             if _asked(trial) not in waiting:
                 study.enqueue_trial(_asked(trial))
             study.tell(trial.number, state=states.FAIL)
-    # Another seed than before, as otherwise the same settings would be drawn again.
+    # With the earlier seed, the sampler would draw the earlier settings again.
     seed = command.seed + len(trials)
     study.sampler = optuna.samplers.TPESampler(
         n_startup_trials=_FIRST_TRIALS, seed=seed
@@ -226,18 +226,18 @@ def _opened(optuna: Any, tuning: _Tuning, settings: Settings) -> Any:
 
 
 def _asked(trial: Any) -> dict[str, Any]:
-    """The settings of a trial, including queued ones that it has not drawn yet."""
+    """The settings of a trial, including those that are queued and not drawn yet."""
     return trial.system_attrs.get("fixed_params", {}) | trial.params
 
 
 def _num_done(study: Any) -> int:
-    """Number of trials that have ended without an interruption."""
+    """Number of trials that were completed or pruned, not interrupted."""
     trials = study.get_trials(deepcopy=False)
     return sum(trial.state.name in ("COMPLETE", "PRUNED") for trial in trials)
 
 
 def _choice(trial: Any, tuning: _Tuning) -> dict[str, Any]:
-    """The value that the trial draws for each of the settings that are tuned."""
+    """Draws a value for each tuned setting of a trial."""
     chosen, tuned = {}, tuning.kind.choices(tuning.network)
     for name, start in tuning.start.items():
         choices = tuned.get(name, _LEARNING_RATES)
@@ -252,12 +252,12 @@ def _choice(trial: Any, tuning: _Tuning) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    """Rounds a number to three digits, for readability."""
+    """Rounds a number to three significant digits, so that it is easy to read."""
     return value if isinstance(value, int) else float(f"{value:.3g}")
 
 
 def _training(command: flags.Tune, learning_rate: float) -> flags.Train:
-    """The options of a training with this learning rate, without its files and its network."""
+    """Options of a training with this learning rate, but without files or network."""
     training = command.as_type(flags.Train, directory=command.run)
     return training.replaced(learning_rate=learning_rate)
 
@@ -285,7 +285,7 @@ def _trained(
         nonlocal best, best_epoch
         score, epoch = entry[tuning.metric], int(entry["epoch"])
         trial.report(score, epoch)
-        # Without --patience the run of the best trial keeps its last epoch, so the last score
+        # Without --patience, the run of the best trial keeps its last epoch, so its last score
         # counts.
         if command.patience is None or score > best:
             best, best_epoch = score, epoch

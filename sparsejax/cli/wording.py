@@ -6,9 +6,9 @@ import re
 
 from sparsejax.options.option import Options, flags_of
 
-# Arguments of functions whose options have other names in commands.
+# Arguments in messages, and the option whose flag replaces them, if it has another name.
 _ELSEWHERE = {"exclude=None": "exclude_seen=False"}
-# Words in messages that are axes of the mesh, not arguments.
+# Words that look like arguments in messages, but name axes of the mesh.
 _AXES = "data", "model"
 # Advice in messages for Python, and its replacement for a shell.
 _ADVICE = {
@@ -22,12 +22,12 @@ _ADVICE = {
         "its parts (on the command line: split --by time, or split --histories)"
     ): "use split --by time, or split --by last --histories, whose parts train takes, too",
 }
-# Replacements if a part of the data is held out for validation, possibly as a split.
+# Replacement of the advice to split the data, if the error is about the held-out validation data.
 _OF_VALIDATION = (
     "split DATA itself once more, split DATA --by time --fraction .9 --out DIR: train on "
     "DIR/train.parquet, and give --validation DIR/heldout.parquet"
 )
-# Names and paths in a message are given by the user, and not replaced.
+# Pattern of names and paths in a message: they come from the user, and are not replaced.
 _OF_THE_USER = r"""(?<!\w)'[^']*'|(?<!\w)"[^"]*"|[^\s'"]*/[^\s'"]*"""
 
 
@@ -69,7 +69,7 @@ def in_flags(text: str, command: type[Options] | None) -> str:
 
 @functools.cache
 def _spelled(command: type[Options]) -> dict[str, str]:
-    """The flags of a command by Python argument, or by argument and value."""
+    """A command's flags, by the name of the Python argument, or by "argument=value"."""
     found: dict[str, str] = {}
     for option in dataclasses.fields(command):
         for flag in flags_of(option):

@@ -348,7 +348,7 @@ class Paged(Shown, Grouping):
 
 
 class _Written(Options, kw_only=False):
-    """Where a page is written.
+    """Options for the page that is written.
 
     Attributes:
       path: File to write. An existing file is replaced.

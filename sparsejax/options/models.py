@@ -15,7 +15,7 @@ from sparsejax.options.option import (
     option,
 )
 
-# As `sparsejax.ops` has it.
+# Equal to the type in `sparsejax.ops`.
 Precision = Literal["highest", "high", "default"]
 _PATH = Flag(type=pathlib.Path | None, value="FILE")
 _WITH_COLUMNS: tuple[KindName, ...] = ("clicks", "histories")

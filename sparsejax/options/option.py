@@ -18,7 +18,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Concatenate, Literal, NamedTuple, Self
 
-# The kinds of models.
+# The names of the kinds of models.
 KindName = Literal["items", "histories", "clicks"]
 RANKING: tuple[KindName, ...] = ("items", "histories")
 _NOTHING: Any = object()
@@ -65,7 +65,7 @@ class Flag:
 
 
 class _Stated(NamedTuple):
-    """The facts about an option besides its name, type and default; see `option`."""
+    """Facts about an option that `option` states, besides its name, type and default."""
 
     flags: tuple[Flag, ...] = (Flag(),)
     kinds: Collection[KindName] = ()
@@ -75,11 +75,11 @@ class _Stated(NamedTuple):
 
     @classmethod
     def about(cls, field: dataclasses.Field[Any]) -> _Stated:
-        """The facts stated by `option` about a field."""
+        """The facts that `option` stated about a dataclass field."""
         return field.metadata.get("stated", cls())
 
     def check_bounds(self, value: Any, name: Callable[[], str]) -> None:
-        """Raises an error if a number, or one of several numbers, is out of bounds."""
+        """Raises an error if a number is out of bounds. The value may be a sequence of numbers."""
         if not self.bounds():
             return
         value = value.tolist() if hasattr(value, "tolist") else value
@@ -96,7 +96,7 @@ class _Stated(NamedTuple):
                     raise ValueError(f"{name()} must be {text}, got {each}")
 
     def bounds(self) -> list[tuple[Callable[[Any, Any], bool], float, str]]:
-        """The bounds: for each a comparison, a number, and both as text."""
+        """For each bound: a comparison, the number to compare with, and both as text."""
         compared = (
             (operator.ge, self.least, "at least"),
             (operator.gt, self.above, "above"),
@@ -154,11 +154,11 @@ def kinds_of(field: dataclasses.Field[Any]) -> Collection[KindName]:
 # Flags that many options share.
 SWITCH = Flag(gives=True)
 FILE, FOLDER, COLUMN = Flag(value="FILE"), Flag(value="DIR"), Flag(value="COLUMN")
-# A file on the command line, where Python also accepts data.
+# Flag for a file, where Python also accepts data in memory.
 ANY_FILE = Flag(type=str | None, value="FILE")
 
-# Without `eq=False` and `repr=False`, each dataclass compiles methods to compare, hash and print,
-# which takes a quarter of the import time of the command line. `Options` has them once.
+# Without `eq=False` and `repr=False`, each dataclass would compile methods to compare, hash and
+# print: a quarter of the command line's import time. `Options` defines them once for all.
 _dataclass = functools.partial(dataclasses.dataclass, frozen=True, eq=False, repr=False)
 
 
@@ -255,9 +255,9 @@ class Options:
     def _noted[T: Options](
         self, new: T, given: Collection[str], told: Callable[[str], None] | None = None
     ) -> T:
-        """Records on `new` which options were given.
+        """Records in `new` which options were given, and returns it.
 
-        Its `say` calls the function of these options.
+        Its `say` calls the function `told`, by default that of these options.
         """
         object.__setattr__(new, "_given", frozenset(given))
         object.__setattr__(new, "_told", told or vars(self).get("_told"))
@@ -304,7 +304,7 @@ class Options:
                 )
 
     def _is_changed(self, name: str) -> bool:
-        """Whether the value of an option differs from its default."""
+        """Whether an option has another value than its default."""
         (field,) = (f for f in dataclasses.fields(self) if f.name == name)
         value, default = getattr(self, name), field.default
         return type(value) is not type(default) or value != default
@@ -358,7 +358,7 @@ def verb[**P, R](
 
 
 def _called(function: Callable[..., Any], options: Any, own: int) -> Any:
-    """Wraps a function so that options are built from its arguments after the first `own` ones."""
+    """Wraps a function: all arguments after the first `own` ones are converted to options."""
     asked = _asking(options, function.__name__)
 
     @functools.wraps(function)
@@ -372,7 +372,7 @@ def _called(function: Callable[..., Any], options: Any, own: int) -> Any:
 def _asking(
     options: Callable[..., Any], name: str
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """A function that builds the options from the arguments of a call."""
+    """Makes a function that converts the arguments of a call to options."""
     signature = inspect.signature(options)
 
     def asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -380,7 +380,7 @@ def _asking(
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{name}(): {error}") from None
-        # None for an option whose default is None does not count as given.
+        # An argument None counts as given only if the option's default is not None.
         given = {
             name
             for name, value in bound.items()
@@ -394,7 +394,7 @@ def _asking(
 def _described[F: Callable[..., Any]](
     verb: F, options: Any, *own: inspect.Parameter
 ) -> F:
-    """The function with the signature of its options, and their texts in its docstring."""
+    """Gives a function the signature of its options, and adds their texts to its docstring."""
     signature = inspect.signature(options)
     parameters = [*own, *signature.parameters.values()]
     verb.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -408,7 +408,7 @@ def _described[F: Callable[..., Any]](
 def _documented(
     text: str, texts: Mapping[str, str], signature: inspect.Signature
 ) -> str:
-    """A docstring with an entry for each argument, before the entries for result and errors."""
+    """A docstring to which an entry for each argument is added, before "Returns" and "Raises"."""
     entries = [
         textwrap.fill(
             f"{name}: {texts[name]}",

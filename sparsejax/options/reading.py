@@ -29,10 +29,11 @@ class ByName(enum.Enum):
 
 BY_NAME = ByName.BY_NAME
 
-# Column of times. With None times are ignored, and the order in the file counts.
+# Type of the option for the column of times. With None, times are ignored: the file's order
+# counts.
 TimeColumn = Column | ByName
 
-# Repeats the type in `sparsejax.data`, which is slow to import.
+# Equal to the type in `sparsejax.data`, which is slow to import.
 Format = Literal["text", "pairs", "jsonl", "adjacency", "parquet"]
 FORMATS = Flag(
     type=Format | None,

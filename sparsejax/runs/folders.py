@@ -185,7 +185,7 @@ class Settings(Recorded):
                 f"{before.data}, with which the run was begun"
             )
         other_validation = self.validation != before.validation
-        # With another split, the same file gives other entries to train on.
+        # If the validation split differs, an unchanged file has other entries to train on.
         splits_otherwise = self.validation_split != before.validation_split
         if self.data_fingerprint != before.data_fingerprint and not (
             other_validation and splits_otherwise
@@ -225,7 +225,7 @@ class Settings(Recorded):
         return {name: getattr(self, name) for name in facts} | self._settings()
 
     def _settings(self) -> dict[str, Any]:
-        """The settings that must be equal when training resumes, as `{name: plain value}`."""
+        """The settings that must stay equal when training resumes, as plain values by name."""
         facts = ("batch_size", "indicator", "origin", "item_features")
         plain = {name: getattr(self, name) for name in facts}
         plain |= self.values_of(Recorded)
@@ -426,11 +426,11 @@ def continued(
 
 
 def _put_where_restored(modules: tuple[Any, Optimizer]) -> None:
-    """Commits arrays to their device, in place, as arrays restored from a checkpoint are.
+    """Commits the arrays to their device, in place, as arrays restored from a checkpoint are.
 
-    A program is compiled separately for committed and uncommitted arrays, and again for mixtures
-    of both. With committed arrays, training, its resume, and later commands use the same compiled
-    programs. On a mesh all arrays are already committed.
+    JAX compiles a program separately for committed arrays, for uncommitted arrays and for each
+    mixture. With committed arrays, training, its resume and later commands share compiled
+    programs. On a mesh all arrays are committed already.
     """
     if not mesh_is_set():
         nnx.update(modules, jax.device_put(nnx.state(modules), sharding_of(P())))
@@ -453,9 +453,9 @@ def restored_modules(
     model, optimizer = run.shapes(known)
     model.eval()
     if kept_programs.may_compile_beside():
-        # Python threads slow each other down, so the program that takes longest is lowered first.
+        # Threads that run Python slow each other down, so the longest lowering starts first.
         if ahead is not None:
-            # Imported now, while files are read; tracing and loading need it later.
+            # This import, needed by tracing and loading, runs while files are read.
             importlib.import_module("jax.experimental.pallas.mosaic_gpu")
             meanwhile(ahead(nnx.clone(model)))
         compile_beside((model, optimizer), run)
@@ -548,7 +548,7 @@ def begun(
             if features is not None:
                 features.save(directory / _FEATURES)
             if not steps:
-                # A killed training may have left this file.
+                # This file may exist if an earlier training was killed.
                 (directory / _FINAL).unlink(missing_ok=True)
                 if final is not None:
                     final(directory / _FINAL)
@@ -563,7 +563,7 @@ def begun(
                     write(before)
             if new and not checkpoints.steps():
                 shutil.rmtree(directory, ignore_errors=True)
-                # another training may have started in it meanwhile
+                # `rmdir` fails if another training has put files into the folder meanwhile.
                 with contextlib.suppress(OSError):
                     for parent in new[1:]:
                         parent.rmdir()
@@ -592,7 +592,7 @@ def check_folder(directory: str | pathlib.Path, *, resume: bool) -> None:
     directory = pathlib.Path(directory)
     if not directory.exists():
         return
-    # A killed process may leave temporary files, whose names start with a dot.
+    # Names that begin with a dot may be temporary files of a killed process.
     holds = set()
     if directory.is_dir():
         holds = {path.name for path in directory.iterdir() if path.name[0] != "."}

@@ -25,14 +25,14 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Fit, Training
 from sparsejax.runs.folders import Settings
 
-# Seconds between two listings of a folder, and of a store, where each listing is a request.
+# Seconds between two listings of a local folder, and of a store, which charges for each request.
 _LOOK_SECONDS, _LOOK_SECONDS_OF_STORE = 0.5, 5.0
 _EXPORT_SECONDS = 60.0
 _PLAIN = (
     "its files are written anew, so that rows would be trained on twice: follow a folder of "
     "plain files, for example of the changes that it gets"
 )
-# A stream has no end, so it has no epochs, and no share of it can be held out.
+# Options that a stream cannot have: it has no end, hence no epochs and no held-out share.
 _WITHOUT_END = (
     *("validation", "patience", "num_epochs", "warmup_epochs"),
     *("chunk_rows", "fused"),
@@ -86,9 +86,9 @@ def check(training: Training, directory: pathlib.Path) -> None:
 
 
 def _has_below(folder: str, place: str | os.PathLike[str]) -> bool:
-    """Whether `names_in` of a folder would list files at a given path."""
+    """Whether `names_in(folder)` would list files at `place`."""
     below = os.path.relpath(os.path.realpath(place), os.path.realpath(folder))
-    # The relative path of a place outside the folder begins with "..".
+    # The relative path of a place outside the folder begins with "..", and so with a dot.
     return below == "." or not any(part[0] in "_." for part in below.split(os.sep))
 
 
@@ -147,7 +147,7 @@ def run(
 
 
 class _Changes:
-    """Exports of a model, of which one runs at a time."""
+    """Exports the changes of a model; at most one export runs at a time."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Changes:
         self._last = export_changes(self._model, self._folder, self._optimizer)
 
     def has_failed(self) -> bool:
-        """Whether the last export ended with an error. Reports the error once."""
+        """Whether the last export has failed. An error is reported only once."""
         if self._last is not None and self._last.done():
             self.settle()
         return self._failed

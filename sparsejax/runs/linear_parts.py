@@ -22,7 +22,7 @@ from sparsejax.nn import closed_form
 from sparsejax.nn.config import LinearConfig
 from sparsejax.verbs.build import matrix_of
 
-# If the files are larger, the least recently used ones are removed.
+# If all files together are larger, the least recently used files are removed.
 MAX_BYTES = 2**29
 
 Arrays = tuple[Float[np.ndarray, "items rank"], Float[np.ndarray, "items"]]
@@ -82,7 +82,7 @@ def is_kept(data: Any, config: LinearConfig, *, fingerprint: str) -> bool:
 def _path(
     fingerprint: str, shape: tuple[int, ...], config: LinearConfig
 ) -> pathlib.Path:
-    """The path of the file, named by a hash of everything that affects the result."""
+    """The path of the file, whose name is a hash of all that affects the linear part."""
     modules = sparsejax, jax, np, scipy
     parts = [
         fingerprint,
@@ -97,7 +97,7 @@ def _path(
 
 
 def _read(path: pathlib.Path) -> Arrays | None:
-    """The arrays in a file; None if it does not exist or is damaged."""
+    """The arrays in a file; None if the file does not exist or is damaged."""
     try:
         with kept_files.opened_own(path) as content:
             file = np.load(content, allow_pickle=False)

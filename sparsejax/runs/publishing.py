@@ -102,8 +102,10 @@ def numbers(folder: pathlib.Path) -> list[int]:
 
 
 def _newest(folder: pathlib.Path) -> tuple[int, Predictor | None]:
-    """The number and predictor of the newest version that can be loaded; 0 and None without
-    one.
+    """Loads the newest version that is not damaged.
+
+    Returns:
+      The version's number and its predictor; 0 and None if there is no such version.
     """
     for number in numbers(folder):
         with contextlib.suppress(ValueError):  # a damaged version is skipped
@@ -114,7 +116,7 @@ def _newest(folder: pathlib.Path) -> tuple[int, Predictor | None]:
 def _check_before(
     folder: pathlib.Path, number: int, before: Predictor, gate: Gate | None, kind: Kind
 ) -> None:
-    """Raises ValueError if a run cannot replace a version, or cannot be compared with it."""
+    """Raises ValueError if a run must not replace a version, or cannot be compared with it."""
     found = kind_called(before.signature.kind)
     differs = found is not kind and (
         gate is not None or not (found.ranks_items and kind.ranks_items)
@@ -129,8 +131,8 @@ def _check_before(
 
 
 def _check_ranks(predictor: Predictor, gate: Gate) -> None:
-    """Raises ValueError if a predictor has no names, or recommends fewer items than a gate
-    ranks.
+    """Raises ValueError if a predictor has no item names, or recommends fewer items than the
+    gate's `k`.
     """
     if predictor.k < gate.k or predictor.items is None:
         raise ValueError(
@@ -199,7 +201,7 @@ def publish(
 
 
 def _as_known(data: Any, predictor: Predictor) -> Any:
-    """Histories whose categories have the ids of a predictor, with the columns that it reads."""
+    """Histories with the event and user columns that a predictor reads, and its category ids."""
     columns = {}
     for name in ("events", "users"):
         own, known = (getattr(each, name, None) for each in (data, predictor.model))
@@ -228,7 +230,8 @@ def measured(predictor: Predictor, source: Source, gate: Gate) -> metrics.Measur
     if not len(names):
         raise ValueError(f"{gate}: no row has held-out events")
     with warnings.catch_warnings():
-        # The current version does not know new items.
+        # A warning would be about items that the current version does not know because they are
+        # new.
         warnings.simplefilter("ignore", UnknownFeaturesWarning)
         shown = source.data.align_rows(names).align_features(predictor.items)
     if hasattr(shown, "with_context_of"):

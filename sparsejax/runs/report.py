@@ -33,7 +33,7 @@ from sparsejax.whole_files import check_writable, whole_text_file
 
 _STYLE = pathlib.Path(__file__).with_name("report.css")
 
-# Width and height of a chart, in units of its SVG.
+# Width and height of a chart in SVG units.
 _WIDTH, _HEIGHT = 340, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 24
 _MOST_POINTS = 60  # with more points, a chart shows only a line
@@ -220,12 +220,12 @@ def _indptr(data: SparseDataset | SequenceDataset) -> np.ndarray:
 
 
 def _rows(data: Any) -> Any:
-    """The rows of some data: its matrix, or its histories."""
+    """The matrix of a data set; histories have none, and are returned unchanged."""
     return getattr(data, "matrix", data)
 
 
 def _text(value: object) -> str:
-    """A value as escaped HTML text, which is also valid in an attribute."""
+    """Converts a value to escaped HTML text, which is also valid in an attribute."""
     return html.escape(str(value))
 
 
@@ -236,7 +236,7 @@ def _number(value: float) -> str:
 
 
 def _tick(value: float) -> str:
-    """A number of an axis, as short text."""
+    """Short text for a number on an axis."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
@@ -260,7 +260,7 @@ def _titled(titles: Mapping[str, str], name: str) -> str:
 def _summary(
     model: nnx.Module, measured: Mapping[str, float], data: Sequence[str]
 ) -> str:
-    """A summary of the quality of the model, its data and its kind."""
+    """HTML about the model's quality, its kind and its data."""
     parts = []
     if verdict := _verdict(measured):
         parts.append(f'<p class="verdict">{_text(verdict)}</p>')
@@ -273,7 +273,7 @@ def _summary(
 
 
 def _verdict(measured: Mapping[str, float]) -> str:
-    """A sentence with the main metrics."""
+    """A sentence with the most important metrics."""
     for name, found in measured.items():
         popular = measured.get(f"popularity_{name}")
         if not name.startswith("recall@") or popular is None:
@@ -314,14 +314,14 @@ def _percent(share: float) -> str:
     return f"{share:.{digits}%}".replace("%", " %")
 
 
-# Metrics for which higher is better, for which lower is better, and for which 1 is best.
+# Names of metrics that are best if high, if low, or if equal to 1.
 _MORE = (*METRICS, "coverage", "auc", "group_auc")
 _LESS = "gini", "log_loss", "normalized_entropy", "squared_error", "quantile_loss"
 _ONE = ("calibration",)
 
 
 def _direction(name: str) -> str:
-    """An arrow that shows which direction is better, or an empty text."""
+    """HTML of an arrow that shows the better direction of a metric; "" if there is none."""
     name = name.partition("@")[0].partition("/")[0]
     if name in _ONE:
         return ' <span class="soft" title="1 is right">→ 1</span>'
@@ -332,23 +332,24 @@ def _direction(name: str) -> str:
     return ""
 
 
-# Largest number of rows drawn in all resamples of a page, which takes about 15 s for clicks.
+# Most rows that are drawn for all resamples of a page; for clicks this takes about 15 s.
 _DRAWN = 10**8
 
 
 def _intervals(measured: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Intervals of metrics. The number of resamples is limited by time; none for very many
-    rows.
+    """Confidence intervals of metrics, by name.
+
+    More rows permit fewer resamples in the same time; with very many rows there are no intervals.
     """
     if not isinstance(measured, Measured):
         return {}
     resamples = min(1000, _DRAWN // max(len(measured.rows), 1))
-    # With fewer resamples the ends are not reliable; and with so many rows an interval is tiny.
+    # Fewer resamples give unreliable intervals. With so many rows the intervals would be tiny.
     return measured.intervals(resamples=resamples) if resamples >= 50 else {}
 
 
 def _interval(ends: tuple[float, float] | None) -> tuple[str, str]:
-    """The table cell of an interval."""
+    """A table cell with an interval, as a pair of a CSS class and HTML."""
     text = "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
     return "number soft interval", text
 
@@ -361,7 +362,7 @@ def _table(
     heads: Sequence[tuple[str, str]],
     rows: Sequence[Sequence[tuple[str, str]]],
 ) -> str:
-    """A table with a caption; heads and cells are pairs of a CSS class and HTML."""
+    """HTML of a table with a caption. Heads and cells are pairs of a CSS class and HTML."""
 
     def line(tag: str, cells: Sequence[tuple[str, str]]) -> str:
         each = (f'<{tag} class="{kind}">{cell}</{tag}>' for kind, cell in cells)
@@ -373,14 +374,14 @@ def _table(
 
 
 def _bars(*shares: float) -> tuple[str, str]:
-    """A cell with bars for one or two numbers."""
+    """A table cell with bars for one or two numbers, as a pair of a CSS class and HTML."""
     pairs = zip(("model", "other"), shares, strict=False)
     bars = (f'<i class="{each}" style="width:{x:.1%}"></i>' for each, x in pairs)
     return "bars", "".join(bars)
 
 
 def _key(first: str, second: str) -> tuple[str, str]:
-    """The table head that explains the bars of `_bars`."""
+    """A table head that explains the two bars of `_bars`, as a pair of a CSS class and HTML."""
     pairs = ("model", first), ("other", second)
     keys = (f'<span class="key"><i class="{c}"></i>{text}</span>' for c, text in pairs)
     return "bars", " ".join(keys)
@@ -394,7 +395,7 @@ def _tiles(model, history, measured) -> str:
         ranked = [name for name in metrics if "@" in name]
         auc = [name for name in metrics if name.startswith("auc")]
         for name in [*ndcg, *ranked, *auc][:1]:
-            # If a history was joined from several trainings, some epochs may lack this metric.
+            # In a history that joins several trainings, some epochs may lack this metric.
             if points := _points(history, name):
                 best = max(points, key=lambda point: point[1])
                 tiles.append((_number(best[1]), f"best {name}, epoch {best[0]}"))
@@ -418,12 +419,12 @@ def _tiles(model, history, measured) -> str:
 def _points(
     history: Sequence[Mapping[str, float]], name: str
 ) -> list[tuple[float, float]]:
-    """Pairs (epoch, value) of the entries that have a finite number of this name."""
+    """Pairs (epoch, value) of a metric, for the epochs in which its value is finite."""
     found = [(entry["epoch"], entry.get(name)) for entry in history]
     return [(x, y) for x, y in found if _is_finite(y)]  # pyrefly: ignore[bad-return]
 
 
-# Numbers of `fit` about the training itself, besides the loss, and their titles in charts.
+# Metrics of `fit` about the training itself, besides the loss, and their titles in charts.
 _OF_TRAINING = {
     "examples_per_second": "examples/s",
     "overflows": "overflows",
@@ -468,7 +469,7 @@ def _charts(history: Sequence[Mapping[str, float]]) -> str:
 
 
 def _calibrations(found: Any) -> list[str]:
-    """A section for each calibration curve. A single one does not name its label."""
+    """HTML sections with calibration curves. A single curve is not named after its label."""
     if not isinstance(found, Mapping):
         found = {"": found}
     return [
@@ -479,7 +480,7 @@ def _calibrations(found: Any) -> list[str]:
 
 
 def _calibration(points: Sequence[tuple[float, float]]) -> str:
-    """A chart of true shares of clicks over predicted shares."""
+    """A chart of the observed click rates over the predicted click rates."""
     if not points:
         return ""
     rows = [
@@ -508,9 +509,7 @@ def _chart(
     over: str = "epoch",
     diagonal: bool = False,
 ) -> str:
-    """A curve as inline SVG. `over` names the horizontal axis. A diagonal marks equal
-    coordinates.
-    """
+    """A curve as inline SVG. `over` names the horizontal axis; `diagonal` draws the line y = x."""
     xs, ys = zip(*points, strict=True)
     y_ticks = ticks(min(ys), max(ys), 4)
     low, high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
@@ -607,7 +606,7 @@ def _metrics(measured: Mapping[str, float]) -> str:
 
 
 def _by_entries(measured: Mapping[str, float]) -> str:
-    """A table of metrics for groups of items by their number of users, from `by="entries"`."""
+    """A table of metrics for groups of items with similar numbers of users, see `by="entries"`."""
     text = (
         "Items by the number of users who have them in the data that the model is shown. share "
         "is that of the recommendations."
@@ -616,7 +615,7 @@ def _by_entries(measured: Mapping[str, float]) -> str:
 
 
 def _by_kinds(measured: Mapping[str, float]) -> str:
-    """A table of metrics for kinds of events, from `by="kinds"`, and for groups of users."""
+    """A table of metrics for kinds of events, see `by="kinds"`, and for groups of users."""
     text = "Held-out events by their kinds, or by a category of their users."
     return _groups(measured, "events", text, kinds=True)
 
@@ -624,7 +623,7 @@ def _by_kinds(measured: Mapping[str, float]) -> str:
 def _groups(measured: Mapping[str, float], head: str, text: str, *, kinds: bool) -> str:
     """A table of metrics of groups.
 
-    With `kinds` they are kinds of events or groups of users, whose names contain "=".
+    With `kinds`, the groups are kinds of events or of users: their names contain "=".
     """
     named = [name[8:-1] for name in measured if name.startswith("entries[")]
     groups = [name for name in named if ("=" in name) == kinds]

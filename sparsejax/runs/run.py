@@ -298,7 +298,7 @@ class Run:
 
 
 class _Kept(Folder):
-    """A run folder whose modules are restored once."""
+    """A run folder that restores its model and optimizer only once."""
 
     def modules(self, ahead: Ahead | None = None) -> tuple[Any, Optimizer]:
         if "_modules" not in vars(self):
@@ -327,8 +327,8 @@ def _model_of(
 
 
 def _check_config(config: Any, model: str | None) -> None:
-    """Raises an error if `config` is not a configuration, or belongs to another model than
-    `model`.
+    """Raises an error if `config` is no configuration, or is the configuration of another model
+    than `model`.
     """
     if not isinstance(config, Config):
         raise TypeError(
@@ -341,7 +341,7 @@ def _check_config(config: Any, model: str | None) -> None:
 
 
 def _check_columns(training: Training) -> None:
-    """Raises ValueError if data in memory is given together with options for reading a file."""
+    """Raises ValueError if options for reading a file are given with data in memory."""
     if is_file(training.data):
         return
     is_table = hasattr(training.data, "__arrow_c_stream__")
@@ -356,7 +356,7 @@ def _check_columns(training: Training) -> None:
 
 
 def _with_table[T: Reading](options: T, known: Any) -> T:
-    """The options with the table of users, read once, in which known categories keep their ids."""
+    """Options whose table of users has been read, with known categories having their ids."""
     if (given := options.user_features) is None:
         return options
     users = users_in(given, getattr(known, "users", None), options)
@@ -364,7 +364,7 @@ def _with_table[T: Reading](options: T, known: Any) -> T:
 
 
 def _check_temporary(training: Training) -> None:
-    """Raises ValueError if a training needs a named folder, and none is given."""
+    """Raises ValueError if a training needs a folder that the caller must name."""
     if training.resume:
         raise ValueError("resume=True needs the directory of the run")
     if jax.process_count() > 1:
@@ -374,6 +374,6 @@ def _check_temporary(training: Training) -> None:
 
 
 def _shown(source: Source) -> Any:
-    """The training data, kept for later recommendations; None if it is on disk."""
+    """The training data for later recommendations; None if it is on disk."""
     in_memory = SparseDataset | SequenceDataset | ClickDataset
     return source.everything if isinstance(source.everything, in_memory) else None

@@ -17,7 +17,7 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs import folders
 from sparsejax.runs.folders import Settings
 
-# Replaces the fingerprint of the data. It makes `train` reject a resume: only the custom loop
+# Replaces the fingerprint of the data, so that `train` refuses to resume: only the user's own loop
 # knows which rows come next.
 _UNKNOWN = "of a loop of one's own"
 
@@ -112,7 +112,7 @@ def save_model(
 def _checked(
     given: ItemFeatures | None, model: nnx.Module, data: Any
 ) -> ItemFeatures | None:
-    """Checks the item content against the model; returns it in the order of the data's items."""
+    """Checks items' content against the model; returns it in the order of the data's items."""
     content = content_of(model)
     if (content is None) != (given is None):
         has = "no content of its items" if content is None else "content of its items"

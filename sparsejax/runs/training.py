@@ -27,10 +27,10 @@ from sparsejax.verbs.fit import fit
 from sparsejax.verbs.place import place
 from sparsejax.verbs.recipe import learning_rate, steps_of_epoch
 
-# With fewer steps, a model has learned little.
+# A model learns little in fewer steps.
 _FEW_STEPS = 100
 
-# Function called after an epoch with the number of epochs, the step, and the metrics.
+# Function that is called after an epoch with the number of epochs, the step and the metrics.
 Log = Callable[[int, int, Mapping[str, float]], None]
 
 
@@ -58,7 +58,8 @@ def train(
     stopping = None
     if training.patience is not None:
         stopping = EarlyStopping(patience=training.patience)
-    # each file is an epoch, and the learning rate has no last step to fall to
+    # Each file counts as an epoch. A stream has no last step at which the learning rate could be
+    # 0.
     if training.follow:
         training = training.replaced(num_epochs=1, decay="none")
     source = source_of(training)
@@ -78,7 +79,7 @@ def train(
             "is little to learn from: give a smaller batch_size, or more by num_epochs=..."
         )
     if restored and source.features is not None:
-        # A model trained further may have a larger capacity for tags.
+        # If the model was trained further, its capacity for tags may be larger than its content.
         content = folders.load_settings(directory).content
         if content is None:
             raise ValueError(
@@ -99,7 +100,7 @@ def train(
             set_content(model, source.features, new=True)
         if dispatch is not None:
             _compile_meanwhile(training, model, optimizer, dispatch())
-        # Not earlier: threads that lower programs slow down other Python threads.
+        # These threads lower programs and slow down other Python threads, so they start this late.
         if kept_programs.may_compile_beside():
             folders.compile_beside((model, optimizer), settings)
         if computed is not None:
@@ -152,7 +153,7 @@ def train(
 
 
 def _with_targets_of_origin(training: Training) -> Training:
-    """Uses the targets and weights of the earlier run, if the training gives none."""
+    """Copies targets and weights from the earlier run, if the training states none."""
     given = training.targets, training.weights
     if training.origin is None or given != (None, None):
         return training
@@ -161,9 +162,9 @@ def _with_targets_of_origin(training: Training) -> Training:
 
 
 def _with_dtype_of(begun: Any, config: Any) -> Any:
-    """The configuration of a resumed run, if it differs from the new one only in its dtype.
+    """The configuration of a resumed run, if the new configuration differs only in its dtype.
 
-    The dtype was not given by the user but chosen for a device, maybe a different one.
+    The user did not choose this dtype: it was chosen for the device, which may have changed.
     """
     if type(begun) is not type(config) or not hasattr(config, "dtype"):
         return config
@@ -276,10 +277,10 @@ def linear_part_of(
 def _first_dispatch(
     settings: Settings, source: Source
 ) -> Callable[[], Dispatch] | None:
-    """A function that returns the first steps of training, to compile their program.
+    """Function that returns the first dispatch of the training, to compile its program.
 
-    None if the program is not compiled while the linear part is computed. If programs may be
-    compiled in parallel, another thread prepares the steps.
+    None if there is no linear part to compute, or if programs are not kept. If programs may be
+    compiled in parallel, another thread prepares the dispatch.
     """
     linear: Any = getattr(settings.network, "linear", None)
     if not kept_programs.are_kept() or linear_parts.is_kept(
@@ -302,9 +303,9 @@ def _first_dispatch(
 def _compile_meanwhile(
     training: Training, model: Any, optimizer: Optimizer, dispatch: Dispatch
 ) -> None:
-    """Compiles the training program while the linear part is computed.
+    """Compiles the training program while another thread computes the linear part.
 
-    The program does not depend on the values of the linear part.
+    The values of the linear part do not affect the program.
     """
     program = Program(
         model, optimizer, fused=training.fused, deterministic=training.deterministic
@@ -315,8 +316,11 @@ def _compile_meanwhile(
 def _continued(
     training: Training, settings: Settings, source: Source
 ) -> tuple[Any, Optimizer, Final | None]:
-    """The model of the earlier run, extended by new items, the optimizer, and the part fitted on
-    all data.
+    """Loads the earlier run to train it further.
+
+    Returns:
+      Its model, extended by new items; its optimizer; and the function that writes the part fitted
+      on all data.
     """
     assert training.origin is not None
     earlier = Folder.of(training.origin)

@@ -46,13 +46,13 @@ from sparsejax.verbs.recommend import recommend
 
 _PAIRS = 8192  # pairs of rows and candidates that are scored at a time
 _LENGTH = 200  # default length of a history
-# Sources of columns.
+# Sources of a column's values.
 _ITEM, _USER, _HISTORY = "the name of the item", "the name of the user", "the history"
 _FIXED = "its fixed value"
 _ITEM_COLUMNS, _USER_COLUMNS = "item_columns", "user_columns"
 _REQUEST_COLUMNS = "request_columns"
 _OF_ITEMS = {_ITEM, _ITEM_COLUMNS, _FIXED}
-# The inputs of a service, which must not be names of columns, and their prefixes.
+# Names and prefixes of a service's other inputs, which columns must not have.
 _BESIDE = EVENTS, CONTEXT, USERS
 _RESERVED = {
     f"{name}{end}"
@@ -63,7 +63,7 @@ _RESERVED = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Shown(Inputs):
-    """Inputs that also have the names of the items."""
+    """Inputs with the names of all items."""
 
     feature_names: Names
 
@@ -160,7 +160,7 @@ class TwoStage:
         }
         if asked.ranking_alone:
             alone["ranking"] = prepared.run(model.alone("second"))
-        # Without the metrics of the baseline, which both have.
+        # Metrics of the popularity baseline are left out: they are equal for all models.
         kept = {f"recall@{most}"} | {
             n for n in found if "@" in n and not n.startswith("popularity_")
         }
@@ -219,7 +219,8 @@ class TwoStage:
                 "inputs of a service: call them otherwise, and train it again"
             )
         size = self._rows_at_once if asked.batch_size is None else asked.batch_size
-        # Files of a run have no times.
+        # Predictor files of a run have no input of times, so a history without times stands for
+        # data.
         kind, bare = self._kind, [[str(self._names[0])]]
         data: Any = self._first.known
         if self._names is data:
@@ -232,7 +233,7 @@ class TwoStage:
 
     @functools.cached_property
     def _requests(self) -> Requests:
-        """The columns that come with requests, and their conversion to inputs."""
+        """The columns that a request contains, and their conversion to inputs of the model."""
         places, asked = self._places, self._asked
         names = [name for name, place in places.items() if place not in _OF_ITEMS]
         schema, owners = with_columns(self._schema, names)
@@ -264,7 +265,7 @@ class TwoStage:
 
     @functools.cached_property
     def _item_arrays(self) -> dict[str, np.ndarray]:
-        """The item columns by name, as arrays in the order of the first stage's items."""
+        """Item columns by name, as arrays in the order of the first stage's items."""
         names, places = self._names, self._places
         own = [name for name, place in places.items() if place in _OF_ITEMS]
         is_told = any(places[name] != _FIXED for name in own)
@@ -294,7 +295,7 @@ class TwoStage:
         return found
 
     def _check_known(self, ids: Mapping[str, Any]) -> None:
-        """Raises ValueError if the second stage knows no name of any item."""
+        """Raises ValueError if all item names are unknown to the second stage."""
         name = self._asked.item_as
         is_named = isinstance(self._schema.ids.get(name), VocabularyColumn)
         if name in ids and is_named and (ids[name] < FIRST_KNOWN).all():
@@ -304,7 +305,7 @@ class TwoStage:
             )
 
     def _model(self, first: Any) -> Stages:
-        """Combines both models to one.
+        """Combines the models of both stages to a single one.
 
         Args:
           first: model of the first stage, as a ranker of rows.
@@ -328,7 +329,7 @@ class TwoStage:
     def _staged(
         self, data: Any, asked: EvaluateJoined | RecommendJoined
     ) -> tuple[Stages, Inputs]:
-        """The combined model, and its inputs for some data."""
+        """The combined model, and its inputs for the rows of `data`."""
         kind = self._kind
         first, shown, _ = kind.shown(self._first.model(), data, None)
         names, lists = data.row_names, lists_of(data, self._names)
@@ -340,7 +341,7 @@ class TwoStage:
     def _columns(
         self, rows: Names, given: EvaluateJoined | RecommendJoined
     ) -> dict[str, Any]:
-        """The request columns of the given rows, by name."""
+        """The request columns of `rows`, by name."""
         asked, requests, columns = self._asked, given.requests, dict[str, Any]()
         chosen = {
             place: [n for n, its in self._places.items() if its == place]
@@ -369,13 +370,13 @@ class TwoStage:
         return columns
 
     def _data(self, method: str, inputs: Any) -> Any:
-        """The rows that the first stage reads."""
+        """The data that the first stage reads, from the `inputs` of a method."""
         inputs = self._first.inputs(method, inputs)
         return self._kind.read_shown(inputs, self._reading, self._first)
 
     @property
     def _kind(self) -> Any:
-        """The kind of the first stage, a kind that ranks items."""
+        """The kind of the first stage's model, which ranks items."""
         return self._first.settings.kind
 
     @property
@@ -396,7 +397,7 @@ class TwoStage:
 
 
 def _check_types(asked: Join) -> None:
-    """Raises TypeError for an argument of the wrong type."""
+    """Raises TypeError if an argument has the wrong type."""
     number = int | float | np.integer | np.floating
     for name, expected, is_right in (
         (
@@ -426,7 +427,7 @@ def _check_types(asked: Join) -> None:
 
 
 def _holds(given: Any, kind: Any, least: float = -math.inf) -> bool:
-    """Whether `given` maps to numbers of a kind, none of which is below `least`."""
+    """Whether `given` is a mapping to values of type `kind`, each at least `least`."""
     return isinstance(given, Mapping) and all(
         isinstance(each, kind) and not each < least for each in given.values()
     )
@@ -474,7 +475,7 @@ def _places_of(
 
 
 def _one_each(found: Mapping[str, list[str]]) -> dict[str, str]:
-    """The only source of each column; raises ValueError for a column without, or with several."""
+    """The source of each column. Raises ValueError if a column has none or several."""
     for name, places in found.items():
         if len(places) > 1:
             raise ValueError(
@@ -495,7 +496,7 @@ def _one_each(found: Mapping[str, list[str]]) -> dict[str, str]:
 def _ranks_by(
     schema: ClickSchema, asked: str | Mapping[str, float] | None
 ) -> list[tuple[int, float, bool]]:
-    """The labels to rank by: number, factor, and whether the prediction is a probability.
+    """Labels to rank by, each as its number, its factor, and whether it predicts a probability.
 
     Raises:
       ValueError: a label is unknown, or there is only one label.
@@ -524,7 +525,7 @@ def _ranks_by(
 
 
 def _check_kinds(first: Any, second: Any) -> None:
-    """Raises ValueError unless the runs are of the kinds that two stages need."""
+    """Raises ValueError if the models of the two runs are not of the kinds for two stages."""
     if not first.kind.ranks_items:
         raise ValueError(
             "the first stage is a run that ranks items, such as one of sasrec or an "

@@ -153,13 +153,13 @@ def _with_baselines(
     train: SparseDataset,
     say: Callable[[str], None],
 ) -> Mapping[str, float]:
-    """Adds the metrics of each baseline, with its name as a prefix of the metric's name.
+    """Adds metrics of each baseline, whose names begin with the baseline's name.
 
     Args:
-      measured: the metrics of the model.
+      measured: metrics of the model.
       prepared: data on which the baselines are measured.
-      train: data that the baselines are made from.
-      say: function that is called with a line about each baseline for which there is too little
+      train: data that the baselines are fitted to.
+      say: function that is called with a line of text about each baseline that needs too much
           memory.
     """
     found: dict[str, float] = {}
@@ -177,8 +177,10 @@ def _with_baselines(
 
 
 def _warn_of_popularity(measured: Mapping[str, float]) -> Mapping[str, float]:
-    """Returns the metrics, and warns if recommending the most popular items to all rows is
-    better.
+    """Warns if recommending the most popular items to all rows is better than the model.
+
+    Returns:
+      The metrics, unchanged.
     """
     for name, value in measured.items():
         popular = measured.get(f"popularity_{name}")

@@ -159,7 +159,7 @@ def new_modules(maker: Maker, rule: Rule, *, seed: int) -> tuple[Any, Optimizer]
     make = functools.partial(maker, rule=rule, seed=seed)
     if not mesh_is_set():
         modules = nnx.jit(make)()  # one program instead of a dozen small ones
-        # an error for lack of memory is raised here
+        # This wait raises the error if there is too little memory.
         jax.block_until_ready(nnx.state(modules))
         return modules
     modules = make()

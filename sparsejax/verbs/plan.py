@@ -274,7 +274,7 @@ def program(job: Workload, data: int, model: int) -> jax.stages.Compiled:
 
 
 def _devices(count: int) -> list[jax.Device]:
-    """At least `count` devices of the kind in this machine. GPUs among them need not exist."""
+    """At least `count` devices of this machine's kind. GPUs that do not exist are simulated."""
     devices = jax.devices()
     if len(devices) >= count or devices[0].platform != "gpu":
         return devices

@@ -45,7 +45,7 @@ class Recipe:
 
 def steps_of_epoch(chunks: Sequence[int], batch_size: int) -> int:
     """Number of steps in an epoch, given the number of rows in each chunk."""
-    # `fit` reports invalid numbers of rows or batch sizes; a schedule cannot have 0 steps.
+    # `fit` raises errors for wrong sizes, but before that, a schedule needs at least one step.
     return max(sum(math.ceil(rows / max(batch_size, 1)) for rows in chunks), 1)
 
 

@@ -79,7 +79,7 @@ def lower_recommend(asked: Rank) -> Callable[[], object]:
 
 
 class _Steps(NamedTuple):
-    """The batches of a call of `recommend`.
+    """The batches that `recommend` scores, and the model that scores them.
 
     Attributes:
       ranker: model that ranks items.

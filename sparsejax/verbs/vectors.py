@@ -48,8 +48,8 @@ from sparsejax.whole_files import check_writable, whole_file
 
 FORMATS = (".npy", ".npz", ".parquet")
 
-# `.npz` pads all names to the same length. The padded names may take this many bytes, or this many
-# times the bytes of the unpadded names.
+# In `.npz` all names are padded to an equal length. The padded names may take this many bytes, or
+# this many times the bytes of the names without padding.
 _SMALL_BYTES, _MAX_PADDING = 2**26, 16
 
 
@@ -130,7 +130,7 @@ def user_vectors(
     encoder, x = kind_of(inputs).encoder(model, inputs)
     check_inputs(x, features_of(encoder))
     batch_size = rows_in_a_batch(batch_size, x.num_rows)
-    # For no rows, an empty row is encoded, whose result has the width of the vectors.
+    # Without rows, an empty row is encoded to find out the width of the vectors.
     rows = np.arange(x.num_rows) if x.num_rows else np.array([-1])
     batches = batches_of(x, held_inputs(x), rows, batch_size)
     graphdef, state = split(encoder, optimizer)
@@ -240,7 +240,7 @@ def save_vectors(
     with whole_file(path) as file:
         match pathlib.Path(path).suffix:
             case ".npy":
-                # NumPy does not report a full disk if it writes to a real file.
+                # When NumPy writes to a real file itself, it does not report a full disk.
                 np.save(types.SimpleNamespace(write=file.write), vectors)
             case ".npz":
                 fixed = np.array(known.tolist(), np.str_)
@@ -259,7 +259,7 @@ def check_ending(path: str | os.PathLike[str]) -> None:
 
 
 def _check_fixed_width(path: str | os.PathLike[str], names: Names) -> None:
-    """Raises ValueError for names that NumPy's type `<U` would change or make too large."""
+    """Raises ValueError if NumPy's type `<U` would change a name, or take too much memory."""
     lengths = np.strings.str_len(names)
     size, used = 4 * len(names) * int(lengths.max(initial=0)), 4 * int(lengths.sum())
     if size > max(_SMALL_BYTES, _MAX_PADDING * used):
@@ -290,7 +290,7 @@ def _are_finite(kernel) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("k", "num_items", "kernel_spec"))
 def _similar(kernel, bias, ids, k: int, num_items: int, kernel_spec: jax.P | None):
-    # Divided by the largest number first, so that no square overflows or underflows float32.
+    # Rows are divided by their largest number, so that squares neither overflow nor underflow.
     largest = jnp.max(jnp.abs(kernel), axis=1, initial=0)
     some = jnp.where(largest > 0, largest, 1)
     square = jnp.sum(jnp.square(kernel / some[:, None]), axis=1)
@@ -312,7 +312,7 @@ def _similar(kernel, bias, ids, k: int, num_items: int, kernel_spec: jax.P | Non
 
 
 def _ids(items, num_items: int, names) -> np.ndarray:
-    """The numbers `[n]` int32 of items given by number or name."""
+    """`[n]` int32 numbers of items that are given by number or by name."""
     if len(items) == 0:
         raise ValueError("items is empty; name at least one")
     given = np.asarray(items)
