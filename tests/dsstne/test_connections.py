@@ -102,10 +102,12 @@ def test_weights_that_sparse_inputs_and_an_output_share():
     x, y = (np.random.default_rng(s).random((4, 300)) < 0.02 for s in range(2))
     given = {"x": rows(*x.astype(float)), "y": rows(*y.astype(float))}
     h = np.tanh(x @ w + y @ w)
-    np.testing.assert_allclose(network(given), h @ w.T, rtol=1e-4, atol=1e-6)
+    scores = nnx.jit(lambda network: network(given))(network)
+    np.testing.assert_allclose(scores, h @ w.T, rtol=1e-4, atol=1e-6)
     delta = h @ w.T - x
     behind = (delta @ w) * (1 - h**2)
     expected = (x.T @ behind + y.T @ behind + delta.T @ h) / 3
-    grads = nnx.grad(lambda network: network.loss(given, given["x"]))(network)
+    loss_of = nnx.grad(lambda network: network.loss(given, given["x"]))
+    grads = nnx.jit(loss_of)(network)
     [found] = [v[...] for _, v in nnx.to_flat_state(grads) if v[...].ndim == 2]
     np.testing.assert_allclose(found[:300], expected, rtol=1e-4, atol=1e-5)

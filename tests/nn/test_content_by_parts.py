@@ -112,9 +112,12 @@ def check(layer, tags, vectors, dtype, z_loss, rows=24):
     with jax.enable_x64(True):
         fixed = rows_of_content(layer.content, tags, vectors)
         wide = np.nan_to_num(h.reshape(rows, -1).astype(np.float64), nan=1.0)
-        want, (of_learned, of_h) = jax.value_and_grad(dense_loss, argnums=(0, 1))(
-            learned, jnp.asarray(wide), layer, fixed, targets, z_loss
-        )
+
+        def total(learned, h):
+            return dense_loss(learned, h, layer, fixed, targets, z_loss)
+
+        call = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
+        want, (of_learned, of_h) = call(learned, jnp.asarray(wide))
         of_learned = jax.tree.map(np.asarray, of_learned)
         of_h = np.where(targets[:, None] < 0, 0, np.asarray(of_h))
     near(loss, np.asarray(want), dtype, 64)

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,7 +38,8 @@ def test_some_items_are_ranked(dtype, with_others):
     )
     layer = _Layer(kernel, bias_of, scale_of, None, None)
     only = CSR(None, jnp.asarray(ids), jnp.asarray(indptr), num_cols=40)
-    found, scores = map(np.asarray, _best_of_some(h, layer, only, 6))
+    best_of = jax.jit(lambda h, k: _best_of_some(h, layer, only, k), static_argnums=1)
+    found, scores = map(np.asarray, best_of(h, 6))
     exact: np.ndarray = np.asarray(h, np.float64) @ np.asarray(kernel, np.float64).T
     if bias is not None and scale is not None:
         exact = exact * scale + bias
@@ -49,7 +51,7 @@ def test_some_items_are_ranked(dtype, with_others):
             scores[row, : len(best)], exact[row, best], rtol=1e-5, atol=1e-5
         )
         assert (scores[row, len(best) :] == -np.inf).all()
-    _, scores = _best_of_some(h.at[3].set(jnp.nan), layer, only, 2)
+    _, scores = best_of(h.at[3].set(jnp.nan), 2)
     assert np.isnan(np.asarray(scores)).any(axis=1).tolist() == [0, 0, 0, 1, 0]
 
 

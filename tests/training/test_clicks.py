@@ -280,9 +280,8 @@ def test_early_stopping_keeps_the_best_epoch(metric, sign, capsys):
 def test_measures_of_clicks():
     clicks, (model, _) = made(), build()
     p = sj.predict(model, clicks, batch_size=70).astype(np.float64)
-    logits = np.asarray(
-        model(clicks.dense, jax.tree.map(jnp.asarray, dict(clicks.ids)))
-    )
+    ids = jax.tree.map(jnp.asarray, dict(clicks.ids))
+    logits = np.asarray(sj.jit(lambda model: model(clicks.dense, ids))(model))
     np.testing.assert_allclose(p, 1 / (1 + np.exp(-logits)), rtol=1e-6)
     with pytest.warns(UserWarning, match="'user' is hashed to 29 ids"):
         found = sj.evaluate(model, clicks, groups="user")

@@ -217,9 +217,9 @@ def test_no_wire_dtype_where_no_vectors_cross():
         model, _ = build()  # with the exact softmax
         shown = jnp.zeros((2, 3), int)
         with pytest.raises(ValueError, match="wire_dtype is of no use here"):
-            model.loss(shown, wire_dtype="bfloat16")
+            sj.jit(lambda m: m.loss(shown, wire_dtype="bfloat16"))(model)
         with pytest.raises(TypeError, match="wire_dtype must be floating"):
-            model.loss(shown, wire_dtype="int8")
+            sj.jit(lambda m: m.loss(shown, wire_dtype="int8"))(model)
 
 
 def test_streamed_histories(tmp_path):
@@ -339,17 +339,17 @@ class LastItem(nnx.Module):
 def test_a_model_of_ones_own_with_times():
     train, heldout = made().split_last()
     model = LastItem(ITEMS)
-    histories, times = train.padded(LENGTH + 1), train.padded_times(LENGTH + 1)
-    before = float(model.loss(jnp.asarray(histories), jnp.asarray(times)))
+    histories = jnp.asarray(train.padded(LENGTH + 1))
+    times = jnp.asarray(train.padded_times(LENGTH + 1))
+    before = float(sj.jit(lambda m: m.loss(histories, times))(model))
     optimizer = sj.Optimizer(model, sj.optimizers.adam(0.05))
     options: dict[str, Any] = {"num_epochs": 20, "validation": heldout, "k": 5}
     history = sj.fit(model, optimizer, train, **options)
     assert history[0]["loss"] == pytest.approx(before, rel=1e-4)  # one batch
     assert history[-1]["recall@5"] > 0.4
     found = sj.recommend(model, train, k=3, exclude=None)
-    expected, _ = model.top_k(
-        jnp.asarray(train.padded(LENGTH)), 3, times=jnp.zeros((150, LENGTH))
-    )
+    shown, at = jnp.asarray(train.padded(LENGTH)), jnp.zeros((150, LENGTH))
+    expected, _ = sj.jit(lambda m: m.top_k(shown, 3, times=at))(model)
     np.testing.assert_array_equal(found.ids, expected)
 
 
