@@ -56,11 +56,8 @@ def text(value: Any, *, indent: int | None = None) -> str:
     >>> text({"k": 10})
     '{"k": 10}'
     """
-    return json.dumps(value, indent=indent, default=_as_json)
-
-
-def _as_json(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else document(value)
+    known = lambda v: dict(v) if isinstance(v, Mapping) else document(v)
+    return json.dumps(value, indent=indent, default=known)
 
 
 def plain(value: Any) -> Any:
@@ -301,7 +298,8 @@ def _one_of(hints: Sequence[Any], given: object, label: str, key: str) -> Any:
     """Converts a value to the first of several types that it fits."""
     plain = type(given) in hints and type(given) in (int, float, str, bool, type(None))
     for hint in (type(given),) if plain else hints:
-        if (_is_plain(hint) or _is_class(hint)) and not _fits(hint, given):
+        is_class = isinstance(hint, type) and not _is_named_tuple(hint)
+        if (_is_plain(hint) or is_class) and not _fits(hint, given):
             continue
         return value(hint, given, label, key)
     raise _wrong(" or ".join(map(_name, hints)), given, label, key)
@@ -309,10 +307,6 @@ def _one_of(hints: Sequence[Any], given: object, label: str, key: str) -> Any:
 
 def _is_plain(hint: Any) -> bool:
     return hint in (int, float, str, bool, type(None))
-
-
-def _is_class(hint: Any) -> bool:
-    return isinstance(hint, type) and not _is_named_tuple(hint)
 
 
 def _fits(hint: Any, given: object) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sparsejax.clicks.sharing import chained, conditional
+from sparsejax.clicks.layers import chained, conditional
 
 Knots = Sequence[tuple[float, float]]
 

@@ -25,8 +25,7 @@ from sparsejax.clicks.config import (
     TINConfig,
     WideDeepConfig,
 )
-from sparsejax.clicks.layers import Layers, relu, with_bias
-from sparsejax.clicks.sharing import chained, shared_layers
+from sparsejax.clicks.layers import Layers, chained, relu, shared_layers, with_bias
 from sparsejax.embeddings import new_ids
 from sparsejax.embeddings.collection import EmbeddingCollection
 from sparsejax.embeddings.config import FeatureConfig, Placement, TableConfig

@@ -158,12 +158,8 @@ def owner_of(layer: LayerDefinition, source: Connection) -> Pair:
 def is_whole(definition: Definition, layer: LayerDefinition) -> bool:
     """Whether an output is computed as an array `[batch, units]`, like hidden layers."""
     weighted = layer.has_weights and (layer.dropout > 0 or layer.batch_normalization)
-    return weighted or layer.delta_norm > 0 or _is_read(definition, layer.name)
-
-
-def _is_read(definition: Definition, name: str) -> bool:
-    """Whether a layer reads the layer of this name."""
-    return any(name in reads(layer) for layer in definition.layers)
+    is_read = any(layer.name in reads(each) for each in definition.layers)
+    return weighted or layer.delta_norm > 0 or is_read
 
 
 def _rows_are(

@@ -142,7 +142,7 @@ class Network(nnx.Module):
         if len(inputs) == 1 and inputs[0].sparse:
             return inputs[0].units
         return {
-            name_of(layer): layer.units if layer.sparse else _row_shape(layer)
+            name_of(layer): layer.units if layer.sparse else layer.size[::-1]
             for layer in inputs
         }
 
@@ -554,7 +554,3 @@ def _check_inputs(definition: Definition) -> None:
                 f"the inputs of the data set {name!r} differ in width or in being sparse; "
                 "make them alike"
             )
-
-
-def _row_shape(layer: LayerDefinition) -> tuple[int, ...]:
-    return tuple(reversed(layer.size))

@@ -30,7 +30,9 @@ from sparsejax.data.sets.assemble import Features
 from sparsejax.data.sets.click_schema import ClickSchema, vocabularies_of
 from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.data.sets.events import Events, UserFeatures
+from sparsejax.data.sets.sequences import no_histories
 from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.kinds.source import item_names
 from sparsejax.options.reading import Formatted, Reading
 from sparsejax.options.training import Training
 
@@ -219,8 +221,11 @@ def _read_histories(
         return source if features is None else source.align_features(features)
     if (rows := _baskets(source)) is not None:
         names = [row["user"] for row in rows]
-        if isinstance(features, SequenceDataset) and not any(source):
-            return features.without_rows().align_rows(names, missing="empty")
+        if features is not None and not any(source):
+            none = np.zeros(0, np.int32)
+            known = events.taken(none) if isinstance(events, Events) else None
+            nothing = no_histories(as_names(item_names(features)), known)
+            return nothing.align_rows(names, missing="empty")
         if any(isinstance(e, Mapping) for history in source for e in history):
             rows = _events_in(source, events)
             data = read_sequences(rows, features=features, events=events)

@@ -354,7 +354,7 @@ class DividedRows:
         """The cotangent of this matrix, from the gradients of its values."""
         route = self.route
         if route is not None:
-            asked = _without_leaves(route.asked)
+            asked = None if route.asked is None else _only_data(route.asked, None)
             route = Route(_only_data(route.owned, owned), asked, None, None)
         return dataclasses.replace(
             self, parts=_only_data(self.parts, parts), route=route
@@ -469,10 +469,6 @@ def narrower(dtype: np.dtype, wire: np.dtype | None) -> np.dtype:
 
 def _only_data(x: CSR, data: Any) -> CSR:
     return CSR.tree_unflatten(x.num_cols, (data, None, None, None))
-
-
-def _without_leaves(x: CSR | None) -> CSR | None:
-    return None if x is None else _only_data(x, None)
 
 
 def _after(x: CSR, zero: Int[Array, ""]) -> CSR:

@@ -78,10 +78,6 @@ def all_vectors(how: How, kernel, learned: Learned, fixed: Fixed) -> jax.Array:
     return call_on_each_device(part, (kernel, learned, fixed), specs, P(axes))
 
 
-def _forward(how, kernel, learned, fixed):
-    return all_vectors(how, kernel, learned, fixed), (kernel, learned, fixed)
-
-
 def _backward(how: How, residuals, slopes: jax.Array):
     axes = how.axes
 
@@ -126,7 +122,7 @@ def _backward(how: How, residuals, slopes: jax.Array):
     return *found, None
 
 
-all_vectors.defvjp(_forward, _backward)
+all_vectors.defvjp(lambda how, *x: (all_vectors(how, *x), x), _backward)
 
 
 def _with_operands(how: How, kernel: jax.Array, learned: Learned) -> Learned:
@@ -249,10 +245,6 @@ def rows_at(
     return _on_each_device(how, part, given, "iwiw", "w"), kernel
 
 
-def _rows_forward(how: How, *operands):
-    return rows_at(how, *operands), operands
-
-
 def _rows_backward(how: How, operands, slopes):
     def part(kernel, learned, fixed, ids, slopes, of_kernel):
         def use(start, made, carry, extra):
@@ -269,7 +261,7 @@ def _rows_backward(how: How, operands, slopes):
     return *_on_each_device(how, part, given, "iwiwwi", "iw"), None, None
 
 
-rows_at.defvjp(_rows_forward, _rows_backward)
+rows_at.defvjp(lambda how, *x: (rows_at(how, *x), x), _rows_backward)
 
 
 class Scoring(NamedTuple):

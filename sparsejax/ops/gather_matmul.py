@@ -212,10 +212,6 @@ def _gather_sum(
     return gather_sum(x, w, implementation, dtype=dtype)
 
 
-def _forward(x, w, implementation, dtype):
-    return gather_sum(x, w, implementation, dtype=dtype), (x, w)
-
-
 def _backward(implementation, dtype, residuals, dy):
     x, w = residuals
     dw = dense_gradient(x, dy, w.shape[0], implementation=implementation).astype(
@@ -235,7 +231,7 @@ def _backward(implementation, dtype, residuals, dy):
     return dx, dw
 
 
-_gather_sum.defvjp(_forward, _backward)
+_gather_sum.defvjp(lambda *given: (_gather_sum(*given), given[:2]), _backward)
 
 
 def _data_gradient(

@@ -61,7 +61,8 @@ def linear_part(
     computed = closed_form.closed_form(matrix, config)
     if sum(array.nbytes for array in computed) <= MAX_BYTES:
         try:
-            _write(path, computed)
+            with kept_files.kept_file(path, MAX_BYTES) as file:
+                np.savez(file, kernel=computed[0], scale=computed[1])
         except OSError as error:
             warnings.warn(
                 f"the linear part is not kept: {error.filename}: {error.strerror}",
@@ -106,8 +107,3 @@ def _read(path: pathlib.Path) -> Arrays | None:
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     return found
-
-
-def _write(path: pathlib.Path, arrays: Arrays) -> None:
-    with kept_files.kept_file(path, MAX_BYTES) as file:
-        np.savez(file, kernel=arrays[0], scale=arrays[1])

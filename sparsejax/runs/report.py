@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import html
 import math
 import numbers
@@ -84,7 +83,8 @@ def write_report(asked: WriteReport) -> None:
         for n, x in measured.items()
         if "/" in n and n.partition("/")[0].isidentifier()
     }
-    titled = functools.partial(_titled, asked.titles or {})
+    titles = asked.titles or {}
+    titled = lambda name: titles.get(name, name)
     examples = (_example(each, titled) for each in asked.examples)
     parts = [
         f"<h1>{title}</h1>",
@@ -250,11 +250,6 @@ def _section(title: str, content: str) -> str:
 def _cards(sections: Iterable[str]) -> str:
     content = "\n".join(f"<section>{section}</section>" for section in sections)
     return f'<div class="cards">\n{content}\n</div>' if content else ""
-
-
-def _titled(titles: Mapping[str, str], name: str) -> str:
-    """The title of an item, or its name if it has none."""
-    return titles.get(name, name)
 
 
 def _summary(

@@ -399,31 +399,25 @@ class TwoStage:
 def _check_types(asked: Join) -> None:
     """Raises TypeError if an argument has the wrong type."""
     number = int | float | np.integer | np.floating
-    for name, expected, is_right in (
-        (
-            "retrieval",
-            "a Run, as sj.Run.load reads it",
-            hasattr(asked.retrieval, "_kept"),
-        ),
-        ("ranking", "a Run, as sj.Run.load reads it", hasattr(asked.ranking, "_kept")),
-        (
-            "request_columns",
-            "a list of names",
-            not isinstance(asked.request_columns, str),
-        ),
-        (
-            "lengths",
-            "a whole number above 0 for each of some columns, such as {'had': 50}",
-            asked.lengths is None or _holds(asked.lengths, int | np.integer, least=1),
-        ),
-        (
-            "rank_by",
-            "the name of a label, or a number for each of some, such as {'buy': 20}",
-            isinstance(asked.rank_by, str | None) or _holds(asked.rank_by, number),
-        ),
-    ):
-        if not is_right:
-            raise TypeError(f"{name} is {expected}, got {getattr(asked, name)!r:.80}")
+    lengths, labels = asked.lengths, asked.rank_by
+    run = "a Run, as sj.Run.load reads it"
+    expected = {
+        "retrieval": run,
+        "ranking": run,
+        "request_columns": "a list of names",
+        "lengths": "a whole number above 0 for each of some columns, such as {'had': 50}",
+        "rank_by": "the name of a label, or a number for each of some, such as {'buy': 20}",
+    }
+    wrong = {
+        "retrieval": not hasattr(asked.retrieval, "_kept"),
+        "ranking": not hasattr(asked.ranking, "_kept"),
+        "request_columns": isinstance(asked.request_columns, str),
+        "lengths": lengths is not None and not _holds(lengths, int | np.integer, 1),
+        "rank_by": not (isinstance(labels, str | None) or _holds(labels, number)),
+    }
+    for name, text in expected.items():
+        if wrong[name]:
+            raise TypeError(f"{name} is {text}, got {getattr(asked, name)!r:.80}")
 
 
 def _holds(given: Any, kind: Any, least: float = -math.inf) -> bool:

@@ -16,7 +16,7 @@ from run_folders import parameters
 
 import sparsejax as sj
 from sparsejax.cli.main import main
-from sparsejax.clicks.sharing import chained
+from sparsejax.clicks.layers import chained
 from sparsejax.kinds.clicks.calibrate import isotonic, platt
 from sparsejax.kinds.clicks.kind import KIND
 from sparsejax.options.measuring import Correcting

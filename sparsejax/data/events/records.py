@@ -97,7 +97,8 @@ def record_cells(
 
     def cells(lines: Lines) -> Cells:
         found = parse_columns(lines, layout.delimiter, layout.num_columns, types)
-        found |= {at: _split(found[at]) for at in layout.lists & found.keys()}
+        wanted = layout.lists & found.keys()
+        found |= {at: lists(*split_lists(found[at])) for at in wanted}
 
         def error(row: int, message: str) -> DataError:
             records = (line for line, _ in _whole(lines, layout))
@@ -136,11 +137,6 @@ def _whole(lines: Lines, layout: TextLayout) -> Iterator[tuple[int, list[str]]]:
     for line, _, cells in read_records(lines, layout.delimiter):
         if len(cells) == layout.num_columns or layout.delimiter.join(cells).strip():
             yield line, cells
-
-
-def _split(texts: pa.Array) -> pa.Array:
-    """Splits each text at spaces into a list."""
-    return lists(*split_lists(texts))
 
 
 def separator(delimiter: str) -> str:

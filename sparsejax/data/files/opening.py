@@ -453,7 +453,8 @@ def line_blocks(
         if first == 1 and not pending and (problem := others.of_bytes(chunk)):
             raise DataError.at(path, problem)
         if b"\0" in chunk:
-            raise _binary(path)
+            problem = "is not text: it holds zero bytes (binary, or UTF-16?)"
+            raise DataError.at(path, problem)
         cut = chunk.rfind(b"\n") + 1
         if chunk and not cut:
             pending.append(chunk)
@@ -523,10 +524,6 @@ def half_pair(error: UnicodeEncodeError) -> str:
     """The error text for a str with half a surrogate pair, such as a title that was cut."""
     half = error.object[error.start]
     return f"has half of a surrogate pair, {half!r}, which is no character; remove it"
-
-
-def _binary(path: Path) -> DataError:
-    return DataError.at(path, "is not text: it holds zero bytes (binary, or UTF-16?)")
 
 
 def _not_utf8(byte: int) -> str:

@@ -369,7 +369,7 @@ class _Preparation:
         identity = self._identity(self._run(self._content(pairs, before)))
         if done is not None:
             return check_same(done, identity)
-        items = self._table(self._items(pairs, before))
+        items = self.engine.sql(self._items(pairs, before)).to_arrow_table()
         names, counts, size = self._vocabulary(items, known)
         self._number(pairs, names)
         keys = self.cut.keys(names)
@@ -584,9 +584,6 @@ class _Preparation:
     def _count(self, table: str) -> int:
         [[count]] = self._run(f"SELECT count(*) FROM {table}")
         return count
-
-    def _table(self, query: str) -> pa.Table:
-        return self.engine.sql(query).to_arrow_table()
 
     def _stream(self, query: str) -> Iterator[pa.RecordBatch]:
         """Yields a result in batches. Its own cursor permits other queries in the meantime."""

@@ -517,7 +517,8 @@ def _check_kept(
             "nnx.Variable"
         )
     if graphdef != how.graphdef or jax.tree.structure(state) != how.structure:
-        known = {path for path, _ in nnx.to_flat_state(_unfilled(how))}
+        unfilled = jax.tree.unflatten(how.structure, [0] * how.structure.num_leaves)
+        known = {path for path, _ in nnx.to_flat_state(unfilled)}
         paths = {path for path, _ in nnx.to_flat_state(state)} ^ known
         which = ", ".join(sorted(".".join(map(str, path[1:])) for path in paths))
         raise ValueError(
@@ -525,8 +526,3 @@ def _check_kept(
             f"({which or 'an attribute or the metadata of a variable'}); a step changes "
             "values of variables alone, so do this before it"
         )
-
-
-def _unfilled(how: _How) -> Any:
-    """The state that a program takes, with placeholders in place of arrays."""
-    return jax.tree.unflatten(how.structure, [0] * how.structure.num_leaves)

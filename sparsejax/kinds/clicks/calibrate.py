@@ -10,7 +10,7 @@ import numpy as np
 from sparsejax import metrics
 from sparsejax.callers import warn_caller
 from sparsejax.clicks.calibrated import Calibrated, Correction
-from sparsejax.clicks.sharing import conditional
+from sparsejax.clicks.layers import conditional
 from sparsejax.kinds.clicks.model import ClickModel
 from sparsejax.kinds.clicks.scores import Clicks, logits_of
 

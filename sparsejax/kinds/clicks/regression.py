@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import scipy.sparse
 from flax import nnx
+from jax.typing import ArrayLike
 
 from sparsejax.data.scans.scan_clicks import ScannedClicks
 from sparsejax.data.sets.clicks import ClickDataset
@@ -161,19 +162,22 @@ def set_regression(
     _replace(model, fitted)
     if not isinstance(everything, ClickDataset):
         return None
-    how = {"combiner": combiner, "before": last, "near": fitted}
-    return functools.partial(_save_final, everything, **how)
+    fit = functools.partial(
+        fit_regression, everything, combiner, before=last, near=fitted
+    )
+    return functools.partial(_save_final, fit)
 
 
-def _save_final(clicks: ClickDataset, path: pathlib.Path, **how: Any) -> None:
+def _save_final(fit: Callable[[], Regression], path: pathlib.Path) -> None:
     """Fits and writes a regression on all examples, including those held out to choose the share.
 
     Where many ids are rare, a tenth more examples improve the predictions, even in large data.
     """
-    found = fit_regression(clicks, **how)
-    tables: Any = {f"of {name}": w for name, w in found.tables.items()}
+    found = fit()
+    tables = {f"of {name}": w for name, w in found.tables.items()}
+    arrays = {"dense": found.dense, "bias": np.asarray(found.bias), **tables}
     with whole_file(path) as file:
-        np.savez_compressed(file, dense=found.dense, bias=found.bias, **tables)
+        np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def set_final(model: ClickModel, path: pathlib.Path) -> None:
@@ -201,12 +205,10 @@ def _read_final(path: pathlib.Path) -> Iterator[Regression]:
 def _grown(path: pathlib.Path, like: Regression) -> Regression:
     """Reads a regression from a file; ids that were added to the model since have the weight 0."""
     with _read_final(path) as found:
-        tables = {
-            name: np.pad(
-                found.tables[name], (0, len(weights) - len(found.tables[name]))
-            )
-            for name, weights in like.tables.items()
-        }
+        tables = {name: np.zeros_like(weights) for name, weights in like.tables.items()}
+        for name, weights in tables.items():
+            own = found.tables[name]
+            weights[: len(own)] = own
         return Regression(found.dense + 0 * like.dense, found.bias, tables)
 
 
@@ -217,10 +219,8 @@ def _regression_of(model: Any, clicks: ClickDataset) -> Regression:
         name: np.asarray(linear.embeddings.table(name), np.float64)[:, 0]
         for name in {_table_of(clicks, feature) for feature in clicks.ids}
     }
-    dense, bias = (
-        np.asarray(x[...], np.float64) for x in (linear.weights, linear.bias)
-    )
-    return Regression(dense, float(bias), tables)
+    dense = np.asarray(linear.weights[...], np.float64)
+    return Regression(dense, float(linear.bias[...]), tables)
 
 
 def _replace(model: Any, found: Regression) -> None:
@@ -232,7 +232,7 @@ def _replace(model: Any, found: Regression) -> None:
         linear.embeddings.set_table(name, weights[:, None].astype(np.float32))
 
 
-def set_to(variable: nnx.Variable, value: Any) -> None:
+def set_to(variable: nnx.Variable, value: ArrayLike) -> None:
     """Replaces the value of a variable by one with equal shape, keeping its sharding."""
     # An array that was put on a named device would cause another compilation.
     before = variable[...]
@@ -286,38 +286,30 @@ class _Columns:
 
     def weights(self, fitted: Regression, before: Regression) -> np.ndarray:
         """`fitted` minus `before`, as an array: weights of the columns, then the intercept."""
-        dense = fitted.dense - before.dense
-        of_ids = (
-            (fitted.tables[n] - before.tables[n])[ids] for n, ids in self.ids.items()
-        )
+        dense, own = fitted.dense - before.dense, self.ids.items()
+        of_ids = ((fitted.tables[n] - before.tables[n])[ids] for n, ids in own)
         bias = fitted.bias - before.bias + self.mean @ dense
         return np.concatenate([dense * self.deviation, *of_ids, [bias]])
 
-    def matrix(self, clicks: ClickDataset, combiner: Combiner) -> Any:
+    def matrix(
+        self, clicks: ClickDataset, combiner: Combiner
+    ) -> scipy.sparse.csr_array:
         """`[examples, columns]` CSR. All ids must be known."""
         scaled = (clicks.dense - self.mean) / self.deviation
         count, examples = clicks.dense.shape[1], clicks.num_rows
         rows = [np.repeat(np.arange(examples), count)]
         columns = [np.tile(np.arange(count), examples)]
         values = [scaled.reshape(-1)]
-        first = dict(
-            zip(
-                self.ids,
-                count + np.cumsum([0, *map(len, self.ids.values())]),
-                strict=False,
-            )
-        )
+        *starts, width = np.cumsum([count, *map(len, self.ids.values())]).tolist()
+        first = dict(zip(self.ids, starts, strict=True))
         for name, ids in clicks.ids.items():
             table = _table_of(clicks, name)
             at, found, weights = _entries(ids, combiner)
             rows.append(at)
             columns.append(first[table] + np.searchsorted(self.ids[table], found))
             values.append(weights)
-        width = count + sum(map(len, self.ids.values()))
-        entries = (
-            np.concatenate(values),
-            (np.concatenate(rows), np.concatenate(columns)),
-        )
+        places = np.concatenate(rows), np.concatenate(columns)
+        entries = np.concatenate(values), places
         return scipy.sparse.coo_array(entries, shape=(examples, width)).tocsr()
 
 

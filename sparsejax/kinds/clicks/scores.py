@@ -407,9 +407,14 @@ class _Scores:
         else:
             while self._staged is not None:
                 try:
-                    found = list(self._scored_on_host(self._staged, clicks))
+                    for dense, ids in _batches(clicks, self._most, on_host=True):
+                        ids = self._staged.brought(ids)
+                        # This replaces the model's arrays, so each batch splits it anew.
+                        parts = split(self._model, self._optimizer)
+                        found.append(self._program(*parts, dense, ids))
                     break
                 except NoRoomError:  # smaller batches may fit
+                    found = []
                     if self._most == 1:
                         raise
                     self._most = -(-min(self._most, clicks.num_rows) // 2)
@@ -417,14 +422,6 @@ class _Scores:
         parts = [np.asarray(x) for x in found] or [np.empty(shape, np.float32)]
         check_shape(parts[0].shape, len(parts[0]), len(clicks.schema.several))
         return np.concatenate(parts)[: clicks.num_rows]
-
-    def _scored_on_host(
-        self, staged: Staged, clicks: ClickDataset
-    ) -> Iterator[jax.Array]:
-        for dense, ids in _batches(clicks, self._most, on_host=True):
-            ids = staged.brought(ids)
-            # Copying rows to the device replaces the model's arrays, so each batch splits it anew.
-            yield self._program(*split(self._model, self._optimizer), dense, ids)
 
 
 @functools.partial(Programs, static_argnames="graphdef")
