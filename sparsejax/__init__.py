@@ -18,14 +18,14 @@ _found: tuple = ()
 
 
 def _names() -> tuple:
-    """Functions that give and list the names of `__init__.pyi`, and the list.
+    """Returns the functions `__getattr__` and `__dir__`, and the list of names in `__init__.pyi`.
 
-    Each name is imported when it is first used: the command line answers --help at once, and
+    Each name is imported when it is first used. So the command line answers --help at once, and
     `load_predictor` needs no Flax.
     """
     global _found
     if not _found:
-        # Not before: it takes 30 ms, in which a command would not handle signals.
+        # Imported late, because this takes 30 ms, in which a command would not handle signals.
         lazy_loader = importlib.import_module("lazy_loader")
         _found = lazy_loader.attach_stub(__name__, __file__)
     return _found

@@ -1,4 +1,4 @@
-"""`python -m sparsejax`."""
+"""Entry point of `python -m sparsejax`."""
 
 from sparsejax.cli.entry import run
 

@@ -1,4 +1,6 @@
-"""Warnings that name the line of the caller's program, and errors about packages that it lacks."""
+"""Warnings that name the caller's line of code, and errors about packages that are not
+installed.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ import os
 import warnings
 from collections.abc import Generator
 
-# A warning names the first line outside these files. Context managers that are decorators
-# call from contextlib. A prefix must be shorter than the name.
+# A warning names the first line outside these files. contextlib is included, because it calls
+# context managers that are used as decorators. Each prefix must be shorter than the file's name.
 _INSIDE = (os.path.dirname(__file__), os.path.splitext(contextlib.__file__)[0])
 
 

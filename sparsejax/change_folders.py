@@ -35,7 +35,7 @@ _MANIFEST, _VALUES = "manifest.json", "values"
 _NAME = re.compile(r"[0-9]{8}")
 _LABEL = "the manifest of changes"
 _PIECE = 2**24  # bytes that are read at a time
-_MOST_MANIFEST = 2**26  # bytes; far more than the manifest of a thousand tables needs
+_MOST_MANIFEST = 2**26  # bytes; far more than the manifest of a thousand tables has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Link:
         try:
             with opened_regular(path) as opened:
                 size = os.fstat(opened.fileno()).st_size
-                # A file of another size is refused without being read.
+                # A file of another size is rejected without being read.
                 content = opened.read(file.bytes) if size == file.bytes else b""
         except FileNotFoundError:
             raise ValueError(
@@ -318,7 +318,9 @@ def _newest(folder: pathlib.Path, found: Sequence[int]) -> list[Link]:
 
 
 def _behind(folder: pathlib.Path, found: Sequence[int], after: Changes) -> list[Link]:
-    """Reads the manifests of the changes after `after`, from the last base among them on."""
+    """Reads the manifests after `after`; if there are bases among them, only those from the last
+    base on.
+    """
     if found[-1] < after.number:
         raise ValueError(
             f"{folder} has changes up to {_name(found[-1])}, but number {after.number} was "
@@ -454,7 +456,7 @@ def write(
 
 
 class _Counted:
-    """Blocks of rows, whose rows are counted while they are iterated."""
+    """Iterates over blocks of rows, and counts the rows meanwhile."""
 
     def __init__(self, pieces: Iterable[tuple[np.ndarray, list]]):
         self._pieces, self.rows = pieces, 0
@@ -475,7 +477,7 @@ def remove_before_base(folder: str | os.PathLike[str], link: Link) -> None:
         found = numbers(folder)
         while link.manifest.base is not None and link.manifest.number - 1 in found:
             link = read(folder, link.manifest.number - 1)
-    except (OSError, ValueError):  # a damaged manifest: its reader gets the error
+    except (OSError, ValueError):  # for a damaged manifest, its reader raises the error
         return
     for each in found:
         if each < link.manifest.number:

@@ -17,9 +17,9 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
-MODEL_VERSION = 1  # version of the JSON of a `ModelConfig`
-_SHOWN = 60  # most letters of a wrong value in a message
-_NUMBERS = 2**63  # bound of integers; callers check narrower bounds of sizes
+MODEL_VERSION = 1  # version number in the JSON of a `ModelConfig`
+_SHOWN = 60  # most characters of a wrong value in a message
+_NUMBERS = 2**63  # absolute bound of integers; callers check narrower bounds
 _NAMES = {type(None): "null", dict: "an object", list: "a list"}
 
 # Type of a value in JSON, as `json` parses it.
@@ -171,7 +171,7 @@ def fields(kind: type, document: object, label: str) -> dict[str, Any]:
         optional = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
         if not optional and name not in given:
             raise ValueError(f'{label}: "{name}" is missing')
-    # Keys keep the order of the document.
+    # Keys stay in the order of the document.
     return {key: value(hints[key], given[key], label, key) for key in given}
 
 
@@ -195,7 +195,8 @@ def without_version(document: Json, version: int, label: str) -> dict[str, Any]:
         raise ValueError(f"expected a JSON object, got {type(document).__name__}")
     rest = value(dict[str, Any], document, label)
     found = rest.pop("version", None)
-    if type(found) is not int or found != version:  # True == 1, but is no version
+    # True == 1, but True is not a version.
+    if type(found) is not int or found != version:
         cure = ""
         if type(found) is int:
             is_newer = found > version
@@ -373,10 +374,13 @@ def _wrong(expected: str, given: object, label: str, key: str) -> ValueError:
 
 
 def _short(given: object) -> str:
-    """The `repr` of a value for a message, cut to `_SHOWN` letters; the type if it has none."""
+    """The `repr` of a value, cut to `_SHOWN` characters for a message; its type if `repr`
+    fails.
+    """
     try:
         text = repr(given)
-    except (RecursionError, ValueError):  # nested too deeply, or an integer is too long
+    except (RecursionError, ValueError):
+        # It is nested too deeply, or an integer in it is too long.
         text = type(given).__name__
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 

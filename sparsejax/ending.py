@@ -1,10 +1,10 @@
-"""The end of a command's process by a signal, also while Python cannot run a handler.
+"""Ends a command's process at a signal, even while Python cannot run a signal handler.
 
-A handler in Python waits until the main thread leaves the function in C that it is in, such
-as XLA's compiler. So a thread reads the numbers of signals from a pipe, which Python's
-handler in C writes at once, and ends the process if the main thread does not.
+A Python handler does not run until the main thread leaves a C function such as XLA's compiler. But
+Python's handler in C writes the signal's number to a pipe at once. So a thread reads this pipe,
+and ends the process if the main thread does not.
 
-Only the command line calls `watch`. In any other process nothing here has an effect.
+Only the command line calls `watch`. In any other process this module has no effect.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import time
 from collections.abc import Callable, Iterator
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM
-# The main thread has this long to end by itself. It removes temporary files.
+# Seconds for which the thread waits for the main thread to end by itself, and to remove temporary
+# files.
 _PATIENCE = 1.5
-# The last work of the process, removing temporary files and giving advice, may take this long.
+# Seconds for the last work of the process: removing temporary files, and giving advice.
 _LAST_WORK = 0.7
 _POLL = 0.1
 
 _watched = False
-_last = threading.Lock()  # whoever has it ends the process
-_line = threading.Lock()  # whoever has it may say that the process was interrupted
+_last = threading.Lock()  # the thread that holds this lock ends the process
+# The thread that holds this lock may write that the process was interrupted.
+_line = threading.Lock()
 _said = False
 _working = False
 _answered = False
@@ -142,7 +144,7 @@ def leave(number: int) -> None:
     if not _watched:
         return
     if not _last.acquire(blocking=False):
-        wait_if_leaving()  # for the thread that came first, and writes the line
+        wait_if_leaving()  # another thread came first, and is writing the line
     after = ""
 
     def last_work() -> None:
@@ -157,7 +159,7 @@ def leave(number: int) -> None:
         work = threading.Thread(target=last_work, daemon=True)
         work.start()
         work.join(_LAST_WORK)
-    # The main thread may be writing the line.
+    # The main thread may be writing the line, so this waits for the lock.
     if _line.acquire(timeout=_LAST_WORK) and not _said:
         _say(f"interrupted{after}")
     os._exit(128 + number)
@@ -191,7 +193,7 @@ def _watch(signals: int) -> None:
 
 
 def _next(signals: int, seconds: float | None = None) -> int | None:
-    """The next signal that ends a process; None if there is none for some seconds."""
+    """The next signal that ends a process; None if none arrives for some seconds."""
     while select.select([signals], [], [], seconds)[0]:
         number = os.read(signals, 1)[0]
         if number in _SIGNALS:

@@ -32,7 +32,7 @@ def hold(path: str | os.PathLike[str], *, new: bool = True) -> int:
             raise
         if _is_at(file, path):
             return file
-        os.close(file)  # the previous holder has removed the file: try again
+        os.close(file)  # the previous holder has removed the file, so this tries again
 
 
 def _is_at(file: int, path: str | os.PathLike[str]) -> bool:

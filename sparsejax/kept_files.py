@@ -35,7 +35,7 @@ def kept_file(path: pathlib.Path, max_bytes: int) -> Generator[io.BufferedWriter
     size = 0
     others = path.parent.glob(f"*{path.suffix}")
     for other in sorted(others, key=_last_used, reverse=True):
-        with contextlib.suppress(OSError):  # another process has removed it
+        with contextlib.suppress(OSError):  # another process has removed the file
             size += other.stat().st_size
             if size > max_bytes:
                 other.unlink()
@@ -63,10 +63,11 @@ def check_own(path: pathlib.Path) -> None:
     """
     if fault := _fault(path.stat()):
         raise _not_own(path, fault)
-    # Nobody else reaches a file in a folder that only its owner may enter.
+    # In a folder that only its owner may enter, nobody else can reach a file.
     is_closed = not stat.S_IMODE(path.stat().st_mode) & 0o077
     for entry in [*os.scandir(path)]:
-        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+        # Another process has removed the file.
+        with contextlib.suppress(FileNotFoundError):
             facts = entry.stat(follow_symlinks=False)
             if stat.S_ISLNK(facts.st_mode):
                 raise _not_own(path, f"{entry.name} is a link")
@@ -89,14 +90,14 @@ def opened_own(path: pathlib.Path) -> Generator[io.BufferedReader]:
     if path.is_symlink():
         raise _not_own(path.parent, f"{path.name} is a link")
     with opened_regular(path) as file:
-        # The descriptor is checked, because the file at `path` can be replaced.
+        # The open file is checked, because the file at `path` could be replaced after a check.
         if fault := _fault(os.fstat(file.fileno()), is_closed=is_closed):
             raise _not_own(path.parent, f"{path.name}: {fault}")
         yield file
 
 
 def _fault(facts: os.stat_result, *, is_closed: bool = False) -> str | None:
-    """The reason why another user may have written a file or folder; None if there is none."""
+    """The reason why another user might have written a file or folder; None if none could."""
     if facts.st_uid != os.geteuid():
         return f"its owner is the user {facts.st_uid}, not {os.geteuid()}"
     if facts.st_mode & 0o022 and not is_closed:

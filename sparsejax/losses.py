@@ -40,7 +40,7 @@ class ElementwiseLoss(abc.ABC):
 
     ignore_zeros: bool = dataclasses.field(default=False, kw_only=True)
 
-    # The smallest and the largest meaningful label. Beyond them a loss may have no
+    # The smallest and the largest meaningful label. Outside this range, a loss may have no
     # minimum.
     labels: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
 
@@ -66,7 +66,7 @@ class ElementwiseLoss(abc.ABC):
 
 
 class _OneFormula(ElementwiseLoss):
-    """A rule for which no label equals a label of `no_label`: one evaluation."""
+    """A rule whose formula needs one evaluation, because no stored label equals `no_label`."""
 
     no_label: ClassVar[float] = 0.0
 
@@ -133,7 +133,8 @@ class L1Loss(_OneFormula):
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
     ) -> Float[Array, "..."]:
         error = _error(scores, labels)
-        return error * jnp.sign(error)  # the derivative of `abs` is 1 at 0 and at NaN
+        # `jnp.abs` is avoided, because its derivative is 1 at 0 and at NaN.
+        return error * jnp.sign(error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +197,7 @@ class ScaledMarginalCrossEntropy(ElementwiseLoss):
       ValueError: a target outside [0, 1], or a scale that is negative or not finite.
     """
 
-    one_target: float = 0.9  # DSSTNE's defaults
+    one_target: float = 0.9  # these are DSSTNE's defaults
     zero_target: float = 0.1
     one_scale: float = 1.0
     zero_scale: float = 1.0
@@ -232,7 +233,7 @@ class ScaledMarginalCrossEntropy(ElementwiseLoss):
     ) -> Float[Array, "..."]:
         if self.ignore_zeros:
             return super().__call__(scores, labels, listed)
-        # The formula with one `softplus`.
+        # Negated for labels, so that one `softplus` serves both cases.
         scores = jnp.where(listed, -scores, scores)
         scale = jnp.where(listed, self.one_scale, self.zero_scale)
         end = jnp.where(listed, -_logit(self.one_target), _logit(self.zero_target))
@@ -404,13 +405,13 @@ def _softplus_minus(
     x: Float[Array, "..."], linear: Float[Array, "..."] | float
 ) -> Float[Array, "..."]:
     """`softplus(x) - linear`, exact also where the two nearly cancel."""
-    # A select: the derivative of `maximum` at 0 does not fit the derivative of `abs`.
+    # A selection, because the derivative of `maximum` at 0 does not fit the derivative of `abs`.
     return (jnp.where(x > 0, x, 0) - linear) + _log1p_exp(x)
 
 
 @jax.custom_jvp
 def _relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`max(0, x)`, with a slope of 0 at 0; NaN stays NaN, in the slope too."""
+    """`max(0, x)`, with derivative 0 at 0. NaN stays NaN, also in the derivative."""
     return jnp.where(x <= 0, 0, x)
 
 
@@ -418,7 +419,7 @@ def _relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def _relu_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
     slope = jnp.where(x <= 0, 0, jnp.where(x > 0, 1, x))
-    # Not `_relu(x)`: in JAX 0.11.2 a Pallas program cannot contain a `custom_jvp`.
+    # `_relu(x)` is not called: in JAX 0.11.2 a Pallas program cannot contain a `custom_jvp`.
     return jnp.where(x <= 0, 0, x), slope * dx
 
 
@@ -437,8 +438,8 @@ def _log1p_exp_jvp(primals, tangents):
     return _log1p(e), slope * dx
 
 
-# log(1 + x) / x in [0, 1] by its Chebyshev interpolation, highest power first. With the
-# roundings, the relative error of x times it is below 2 float32 eps.
+# Coefficients of log(1 + x) / x in [0, 1] by Chebyshev interpolation, highest power first.
+# Including rounding, the relative error of x times this polynomial is below 2 float32 eps.
 _LOG1P = (
     *(0.00512610212, -0.0290740646, 0.0775160866, -0.136022476, 0.190768807),
     *(-0.24835399, 0.333181217, -0.49999445, 0.999999966),

@@ -92,7 +92,7 @@ def numbers(column: pa.ChunkedArray) -> np.ndarray:
     kind: Any = column.type
     whole = column.combine_chunks()
     is_list = pa.types.is_fixed_size_list(kind)
-    if isinstance(whole, pa.ChunkedArray):  # the column has no rows
+    if isinstance(whole, pa.ChunkedArray):  # a column without rows has no chunks
         return np.zeros((0, kind.list_size) if is_list else 0, numpy_type(kind))
     if not is_list:
         return whole.to_numpy(zero_copy_only=False)

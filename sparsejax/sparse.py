@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 Array = jax.Array | np.ndarray
 
-MAX_ENTRIES = 2**31 - 1  # indptr and indices are int32
+MAX_ENTRIES = 2**31 - 1  # the largest number in `indptr` and `indices`, which are int32
 
 
 class Transposed(NamedTuple):
@@ -63,9 +63,9 @@ class Transposed(NamedTuple):
         used = columns < num_cols
         first, number = _numbered(columns, num_cols)
         capacity = min(nse, num_cols)
-        # All places differ, also those that are dropped. XLA's deterministic operations
-        # then leave the scatter as it is. Otherwise they would read a place that is out of
-        # range in one matrix as a place in the next, and lose the first column of that.
+        # All positions differ, also those to be dropped, so that XLA's deterministic operations do
+        # not change the scatter. Otherwise they would take a position out of range in one matrix
+        # as a position in the next matrix, whose first column would be lost.
         dropped = capacity + 1 + positions
         slot = jnp.where(first, number, dropped)
         count = jnp.sum(used, axis=1, dtype=jnp.int32)[:, None]
@@ -98,7 +98,9 @@ class Transposed(NamedTuple):
 
 
 def _numbered(columns: jax.Array, num_cols: int) -> tuple[jax.Array, jax.Array]:
-    """`[stack, nse]`: where columns that count begin, and the number of each entry's column."""
+    """A mask of where each distinct valid column begins, and the number of each entry's column,
+    `[stack, nse]`.
+    """
     before = jnp.pad(columns, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     first = (columns < num_cols) & (columns != before)
     return first, sums_so_far(first) - 1
@@ -162,7 +164,8 @@ class CSR:
 
     @classmethod
     def tree_unflatten(cls, num_cols, leaves) -> CSR:
-        # Without the checks: leaves may be tracers, shapes or anything from tree.map.
+        # The constructor's checks are skipped: leaves may be tracers, shapes, or anything that
+        # tree.map returned.
         self = object.__new__(cls)
         names = ("data", "indices", "indptr", "transposed", "num_cols")
         for name, value in zip(names, (*leaves, num_cols), strict=True):
@@ -383,13 +386,14 @@ def take_rows(matrix: CSR, rows: jax.Array, nse: int) -> CSR:
     lengths = jnp.where(exists, indptr[rows + 1] - starts, 0)
     zero = jnp.zeros(1, jnp.int32)
     taken = jnp.concatenate([zero, sums_so_far(lengths)])
-    if matrix.nse == 0 or rows.size == 0:  # nothing to read
+    if matrix.nse == 0 or rows.size == 0:  # there are no entries or rows to read
         lacking = jnp.full(nse, -1, jnp.int32)
         data = None if matrix.data is None else jnp.zeros(nse, matrix.data.dtype)
         return CSR(data, lacking, taken, num_cols=matrix.num_cols)
     positions = jnp.arange(nse, dtype=jnp.int32)
     row = segment_ids(taken, nse)
-    row = jnp.minimum(row, rows.shape[0] - 1)  # padding reads some entry, unused
+    # Padding reads some row, whose value is not used.
+    row = jnp.minimum(row, rows.shape[0] - 1)
     source = starts[row] + positions - taken[row]
     lacking = source >= matrix.nse
     source = jnp.clip(source, 0, matrix.nse - 1)
@@ -407,7 +411,7 @@ def host_rows(matrix: CSR, rows: np.ndarray) -> CSR:
     data = None if matrix.data is None else np.asarray(matrix.data)[at]
     indices = np.asarray(matrix.indices)[at]
     indptr = np.concatenate([[0], ends])
-    # Not the constructor, which would check every entry again.
+    # The constructor would check every entry again.
     leaves = (data, indices, indptr, None)
     return CSR.tree_unflatten(matrix.num_cols, leaves)
 
@@ -489,9 +493,10 @@ def summed(
         csr = scipy.sparse.csr_array(matrix, copy=True)
         if not (is_bool or csr.has_canonical_format):
             csr.data = csr.data.astype(np.float64)
-    else:  # to convert these adds their duplicates
+    else:
+        # Conversion of other formats to bool would lose duplicates, which must be added.
         csr = scipy.sparse.csr_array(matrix.astype(np.float64))  # pyrefly: ignore
-    csr.sum_duplicates()  # sorts too
+    csr.sum_duplicates()  # this sorts the columns, too
     return csr
 
 
@@ -503,13 +508,14 @@ def _check(csr: CSR) -> None:
         )
     indices, indptr = np.asarray(csr.indices), np.asarray(csr.indptr)
     if indices.ndim > 1 or indptr.ndim > 1:
-        return  # a stack of matrices; each was checked when it was made
+        return  # A stack of matrices. Each was checked when it was made.
     for name, array in (("indices", indices), ("indptr", indptr)):
         if not np.issubdtype(array.dtype, np.integer):
             raise ValueError(f"{name} must be integers, got {array.dtype}")
     if indptr.size == 0 or indptr[0] != 0:
         raise ValueError("indptr must start with 0 and have rows + 1 elements")
-    falling = np.flatnonzero(indptr[1:] < indptr[:-1])  # a difference may wrap
+    # Compared without a difference, which may overflow.
+    falling = np.flatnonzero(indptr[1:] < indptr[:-1])
     if falling.size:
         r = falling[0]
         raise ValueError(
@@ -540,7 +546,8 @@ def _check(csr: CSR) -> None:
             "within a row; CSR.from_scipy sorts them"
         )
     data = csr.data
-    if not isinstance(data, np.ndarray):  # it may be traced, where the indices are not
+    # Values may be traced although the indices are not.
+    if not isinstance(data, np.ndarray):
         return
     if data.shape != indices.shape:
         raise ValueError(f"data has shape {data.shape}, indices {indices.shape}")

@@ -31,12 +31,12 @@ from typing import Any
 
 from sparsejax import ending, file_locks
 
-# Suffixes of the names of compressed files.
+# File name suffixes of compressed files.
 COMPRESSED = (".gz", ".xz")
 
 # Seconds without a change after which a file without a visible lock counts as abandoned.
 _QUIET_SECONDS = 24 * 3600
-# Errors of a full disk, which do not name the file.
+# Error numbers of a full disk. These errors do not name a file.
 _FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
 
 _Path = str | os.PathLike[str]
@@ -75,7 +75,8 @@ def opened_regular(path: _Path) -> io.BufferedReader:
     """
     check_path(path)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
-    mode = os.stat(path).st_mode  # checked before: opening a device may have effects
+    # Checked before opening, because opening a device may have side effects.
+    mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(
             errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path)
@@ -84,7 +85,7 @@ def opened_regular(path: _Path) -> io.BufferedReader:
         file = os.fdopen(os.open(path, flags), "rb")
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return file
-        file.close()  # another file has replaced it between `stat` and `open`
+        file.close()  # between `stat` and `open`, another file has replaced it
     raise ValueError(f"{os.fspath(path)}: is not a regular file; copy it to one first")
 
 
@@ -119,10 +120,13 @@ def whole_text_file(path: _Path) -> Generator[io.TextIOWrapper]:
 
 @contextlib.contextmanager
 def _packing(temporary: pathlib.Path, path: _Path) -> Generator[Any]:
-    """Opens the file `temporary` for bytes, compressed as the suffix of `path` says."""
+    """Opens the file `temporary` to write bytes, which are compressed if the suffix of `path` says
+    so.
+    """
     suffix = pathlib.Path(path).suffix
     with open(temporary, "xb") as file:
-        if suffix == ".gz":  # no time in the header: equal content makes equal files
+        # The header has no time, so that equal content makes equal files.
+        if suffix == ".gz":
             with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
                 yield packed
         elif suffix == ".xz":
@@ -172,7 +176,7 @@ def whole_folder(
     with _hidden(path.parent, path) as temporary:
         temporary.mkdir()
         yield temporary
-        check_new(path, names)  # `rename` would replace an empty folder
+        check_new(path, names)  # checked because `rename` would replace an empty folder
         if not path.exists():
             os.rename(temporary, path)
         elif not _are_same(temporary, path):
@@ -253,7 +257,7 @@ def check_new(path: _Path, names: Collection[str] = ()) -> None:
 
 
 def _are_same(one: pathlib.Path, other: pathlib.Path) -> bool:
-    """Whether two folders have the same files with the same content."""
+    """Whether two folders have equal file names with equal content."""
     files = [
         {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
         for folder in (one, other)
@@ -272,7 +276,7 @@ def _check_parent(path: pathlib.Path) -> None:
 def _replacing(path: _Path) -> Generator[pathlib.Path]:
     """Yields a temporary path for a file, and renames the file to `path` when the block ends."""
     check_path(path)
-    path = pathlib.Path(path).resolve()  # replace the target of a symbolic link
+    path = pathlib.Path(path).resolve()  # for a symbolic link, its target is replaced
     with _hidden(path.parent, path) as temporary:
         yield temporary
         os.replace(temporary, path)
@@ -280,10 +284,10 @@ def _replacing(path: _Path) -> Generator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _hidden(folder: pathlib.Path, told: _Path) -> Generator[pathlib.Path]:
-    """Yields a hidden path in a folder, which is locked until the block ends.
+    """Yields a hidden path in a folder, which stays locked until the block ends.
 
-    Then a file or folder at this path and the lock are removed. Errors of the hidden files
-    are raised with the path `told` in place of theirs.
+    At the end, a file or folder at this path and its lock are removed. Errors about hidden files
+    are raised with the path `told` instead of theirs.
     """
     temporary = folder / f".sparsejax-{uuid.uuid4().hex}.tmp"
     lock, file = temporary.with_suffix(".lock"), None
@@ -295,7 +299,7 @@ def _hidden(folder: pathlib.Path, told: _Path) -> Generator[pathlib.Path]:
             yield temporary
     except OSError as error:
         hidden = os.fspath(lock), os.fspath(temporary)
-        # The caller knows the final path, not the hidden ones.
+        # The hidden file's name is replaced, because the caller only knows the final path.
         is_full = error.filename is None and error.errno in _FULL
         if error.filename in hidden or is_full:
             raise OSError(error.errno, error.strerror, os.fspath(told)) from error
@@ -309,10 +313,9 @@ def _hidden(folder: pathlib.Path, told: _Path) -> Generator[pathlib.Path]:
 
 
 def _give_up(temporary: pathlib.Path) -> None:
-    """Removes a hidden file or folder while its writer may still run for a moment.
+    """Removes a hidden file or folder, although its writer may still run for a moment.
 
-    It is renamed first, so that the writer cannot publish a folder whose files are partly
-    removed.
+    It is renamed first, so that the writer cannot publish a folder whose files are partly removed.
     """
     gone = temporary.with_name(f".sparsejax-{uuid.uuid4().hex}.tmp")
     lock = gone.with_suffix(".lock")
@@ -330,7 +333,8 @@ def _hold(lock: pathlib.Path) -> int | None:
     while True:
         try:
             file = file_locks.hold(lock)
-        except BlockingIOError:  # another process checks whether the file was abandoned
+        except BlockingIOError:
+            # Another process is checking whether the file was abandoned.
             continue
         except OSError as error:
             if error.errno not in file_locks.UNSUPPORTED:
@@ -339,7 +343,7 @@ def _hold(lock: pathlib.Path) -> int | None:
             return None
         try:
             os.pwrite(file, _kernel().encode(), 0)
-        except OSError:  # for example, the disk is full
+        except OSError:  # for example, because the disk is full
             lock.unlink(missing_ok=True)
             os.close(file)
             raise
@@ -360,7 +364,7 @@ def _remove_if_free(lock: pathlib.Path) -> None:
     try:
         temporary = lock.with_suffix(".tmp")
         kernel = os.pread(file, 200, 0).decode(errors="replace")
-        if not kernel:  # its writer was killed before it made the temporary file
+        if not kernel:  # the writer was killed before it made the temporary file
             lock.unlink()
         elif kernel == _kernel() or _is_quiet(lock, temporary):
             _remove(temporary)

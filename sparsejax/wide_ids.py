@@ -16,7 +16,7 @@ from sparsejax.sparse import CSR
 
 Array = jax.Array | np.ndarray
 
-NUM_IDS = 2**64  # the number of ids of a feature whose table is dynamic
+NUM_IDS = 2**64  # number of possible ids of a feature with a dynamic table
 
 
 @jax.tree_util.register_dataclass
@@ -131,7 +131,7 @@ def _missing(present: np.ndarray | None) -> int:
 
 
 def _integers(ids: Any, mask: Any = None) -> tuple[np.ndarray, np.ndarray | None]:
-    """The ids, and where there is one; None if everywhere."""
+    """The ids, and a mask of where there is an id (None if everywhere)."""
     if isinstance(ids, jax.Array):
         raise TypeError(
             f"64-bit ids on a device are WideIds, two words of 32 bits; got {ids.dtype}. "
@@ -156,7 +156,7 @@ def _integers(ids: Any, mask: Any = None) -> tuple[np.ndarray, np.ndarray | None
                 f"{mask.dtype} of the shape {mask.shape}"
             )
         present = mask if present is None else present & mask
-        array = np.where(mask, array, 0)  # what is left out may be any number
+        array = np.where(mask, array, 0)  # masked elements may have any value
     if array.dtype.kind == "i":
         if (array < -1).any():
             raise ValueError(

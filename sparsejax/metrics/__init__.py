@@ -1,7 +1,7 @@
 """Metrics of rankings (`recall_at_k` to `mean_popularity`) and of clicks (`auc` and below).
 
-They take arrays, and know no models. `compare` says whether two measurements differ.
-`ranking`, `clicks` and `binned_auc` have the formulas.
+The metrics take arrays, and import no models. `compare` tests whether two measurements differ. The
+modules `ranking`, `clicks` and `binned_auc` state the formulas.
 """
 
 from sparsejax.metrics.binned_auc import AucBounds as AucBounds

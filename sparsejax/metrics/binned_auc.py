@@ -14,10 +14,11 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from sparsejax.mesh.layout import call_with_auto_axes
 
-# A count is `high * 2^20 + low`. So int32 sums of `low` over 1,024 devices do not overflow.
+# A count is stored as `high * 2^20 + low`. So int32 sums of `low` over 1,024 devices do not
+# overflow.
 _LOW_BITS = 20
 _MASK = 2**_LOW_BITS - 1
-# Float32 can represent the number of each bin.
+# Float32 can represent all bin numbers up to this one.
 _MOST_BINS = 2**24
 
 
@@ -126,15 +127,15 @@ class BinnedAuc:
         place = jnp.floor(jnp.clip(place, 0, bins - 1))
         is_click = labels == 1
         wrong = where & (jnp.isnan(scores) | ~(is_click | (labels == 0)))
-        # Scores that do not count get a row that does not exist, so that they are dropped. A bin
-        # that does not exist would be wrong, see `mesh.xla_options.DETERMINISTIC`.
+        # Scores to be ignored get a row number out of range, so that they are dropped. A bin
+        # number out of range would not be dropped, see `mesh.xla_options.DETERMINISTIC`.
         row = jnp.where(where & ~wrong, is_click.astype(jnp.int32), 2)
         zeros = jnp.zeros(self.low.shape, jnp.int32)
         added = zeros.at[row, place.astype(jnp.int32)].add(1, mode="drop")
         return added, jnp.sum(wrong, dtype=jnp.int32)
 
     def __add__(self, other: BinnedAuc) -> BinnedAuc:
-        """The histograms of the examples of both objects together.
+        """Adds the counts of both histograms.
 
         Raises:
           ValueError: the bins differ.

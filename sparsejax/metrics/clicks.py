@@ -176,7 +176,9 @@ def calibration(
 
 
 def _pairs_of_groups(scores, labels, weights, groups) -> tuple[np.ndarray, np.ndarray]:
-    """For each group, the weight of the pairs in the right order, and the weight of all pairs."""
+    """Two sums for each group: the weights of correctly ordered pairs, and the weights of all
+    pairs.
+    """
     if not len(scores):
         return np.empty(0), np.empty(0)
     order = np.lexsort((scores, groups))
@@ -184,7 +186,7 @@ def _pairs_of_groups(scores, labels, weights, groups) -> tuple[np.ndarray, np.nd
     clicks = (weights * labels)[order]
     others = (weights * (1 - labels))[order]
 
-    # A cell consists of all examples of a group with equal scores.
+    # A cell consists of the examples of a group that have equal scores.
     begins_group = np.append(True, groups[1:] != groups[:-1])
     begins_cell = begins_group | np.append(True, scores[1:] != scores[:-1])
     cells = np.flatnonzero(begins_cell)

@@ -241,7 +241,7 @@ def compare(
         n: (float(a.mean()), float(b.mean())) for n, (a, b) in pairs.items()
     }
     areas: list[Area] = []
-    # Labels of one class only have no AUC.
+    # Labels of a single class have no AUC.
     if (area := one.area) is not None and other.scores is not None:
         assert one.labels is not None
         areas = [area, _area(other.scores[places], one.labels)]
@@ -287,12 +287,12 @@ def _quantiles(
         weights = np.bincount(rng.integers(0, count, count), minlength=count)
         drawn[i, :means] = figures @ weights / count
         drawn[i, means:] = [area(weights) for area in areas]
-    # A resample with one class only has no AUC, and is NaN.
+    # The AUC is NaN for a resample that has a single class.
     return np.nanquantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
 
 
 def _rows_of(name: str, measured: Any) -> Rows:
-    """The figures of rows of a measurement; raises TypeError if there are none."""
+    """The figures of each row in a measurement; raises TypeError if it has none."""
     if not isinstance(measured, Measured):
         raise TypeError(
             f"{name} has no figures of rows: measure by evaluate(..., keep_rows=True)"
@@ -335,14 +335,14 @@ def _places(one: Rows, other: Rows) -> np.ndarray:
 
 
 def _same(labels: np.ndarray | None, others: np.ndarray | None) -> bool:
-    """Whether both arrays have equal labels, or both are None."""
+    """Whether both label arrays are equal, or both are None."""
     if labels is None or others is None:
         return labels is others
     return np.array_equal(labels, others)
 
 
 def _area(scores: np.ndarray, labels: np.ndarray) -> Area:
-    """The AUC as a function of weights `[n]`; scores are sorted only once."""
+    """Makes the function from weights `[n]` to the AUC; sorts the scores once."""
     order = np.argsort(scores, kind="stable")
     ordered, clicked = scores[order], labels[order] > 0
     starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))

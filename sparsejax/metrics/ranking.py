@@ -129,7 +129,7 @@ def ndcg_at_k(
     ranks = jnp.arange(1, k + 1)[None, :]
     discount = 1 / jnp.log2(ranks + 1.0)
     gain = jnp.sum(is_label(ids, labels)[:, :k] * discount, axis=1)
-    # The sum of a perfect ranking is computed in equal order, so that its ratio is exactly 1.
+    # The sum of a perfect ranking is added in the same order, so that its ratio is exactly 1.
     possible = ranks <= jnp.maximum(_num_labels(labels, left_out), 1)[:, None]
     ideal = jnp.sum(possible * discount, axis=1)
     return gain / ideal + _nan_where_broken(labels)
@@ -183,7 +183,7 @@ def map_at_k(
     return jnp.sum(hits * precision, axis=1) / possible + _nan_where_broken(labels)
 
 
-# The metrics of rows, by the names that `evaluate` uses, in its order.
+# Metrics of single rows by name, in the order in which `evaluate` reports them.
 METRICS: dict[str, Callable[..., Float[Array, "batch"]]] = {
     "recall": recall_at_k,
     "truncated_recall": truncated_recall_at_k,
@@ -254,13 +254,14 @@ def is_label(
     if labels.nse == 0:
         return jnp.zeros(ids.shape, bool)
     indices, indptr = jnp.asarray(labels.indices), jnp.asarray(labels.indptr)
-    ends = jnp.minimum(indptr[1:], labels.nse)[:, None]  # an overfull row ends early
+    # The last rows of an overfull matrix end early.
+    ends = jnp.minimum(indptr[1:], labels.nse)[:, None]
     low = jnp.broadcast_to(jnp.minimum(indptr[:-1, None], ends), ids.shape)
     high = jnp.broadcast_to(ends, ids.shape)
 
     def halve(_, bounds):
         low, high = bounds
-        middle = low + (high - low) // 2  # low + high may exceed 2^31
+        middle = low + (high - low) // 2  # `low + high` may exceed int32
         before = indices[middle] < ids
         searching = low < high
         return (
@@ -280,8 +281,8 @@ def _num_labels(labels: SparseRows, left_out: Counts):
 
 def _hits(ids, labels: SparseRows, k: int):
     """`[batch]` number of labels among the first `k` ids; NaN for an invalid row."""
-    # All ids are looked up before the first k are taken. So the metrics of one ranking at
-    # several k share the look-up, which XLA computes once.
+    # All ids are looked up before the first k are selected. So metrics at several k share the
+    # look-up, which XLA then computes once.
     hits = jnp.sum(is_label(ids, labels)[:, :k], axis=1)
     return hits.astype(jnp.float32) + _nan_where_broken(labels)
 
@@ -312,7 +313,7 @@ def _is_label_of_block(block: CSR, ids: jax.Array) -> Bool[Array, "batch k_max"]
 
 
 def _any_block(f: Callable[..., jax.Array], labels: ShardedCSR, *arrays: jax.Array):
-    """Whether `f`, called with a block and its rows of the arrays, is true for any block."""
+    """Whether `f(block, rows of the arrays that belong to the block)` is true for any block."""
 
     def on_device(blocks, *arrays):
         return lax.psum(f(own_block(blocks), *arrays).astype(jnp.int32), "model") > 0

@@ -1,4 +1,4 @@
-"""EASE of low rank, computed from the data: a randomised decomposition, and a scale."""
+"""EASE of low rank, computed from the data by a randomised decomposition and a fitted scale."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from sparsejax.nn.config import LinearConfig
 from sparsejax.ops.gather_matmul import gather_matmul
 from sparsejax.sparse import CSR, summed
 
-# The basis has this many columns more than are kept, and the data is applied to it this many
+# The basis has this many more columns than are kept, and is multiplied by the data this many
 # times. With these, nDCG@20 on MovieLens-1M equals that of an exact decomposition to four digits.
 _MORE_COLUMNS, _PRODUCTS = 64, 4
 
-# With at most this many items NumPy makes a matrix `[items, items]` (64 MB). It is decomposed
-# exactly if it has at most this many times the width: LAPACK is then as fast as a basis.
+# With at most this many items, NumPy computes a matrix `[items, items]` (64 MB). It is decomposed
+# exactly if it is at most this many times as large as the rank: LAPACK is then as fast as a
+# randomised basis.
 _FEW_ITEMS, _EXACT = 4096, 2
 
-# Number of data rows whose products with the basis exist at once.
+# Number of data rows whose products with the basis are in memory at a time.
 BLOCK_ROWS = 2**16
 
-# Number of arrays with the size of the basis that exist at once.
+# Number of arrays of the size of the basis that are in memory at a time.
 _BASES = 5
 
 # Number of successive Cholesky decompositions, and the number added to the diagonal before each,
@@ -37,7 +38,7 @@ _BASES = 5
 # undo the effect of the first on small components.
 _PASSES, _SHIFT = 3, 1e-6
 
-# The factor of the scores is fitted to this many scores; its logarithm is in this range.
+# The factor of the scores is fitted to this many scores; its logarithm is searched in this range.
 _SAMPLED_SCORES, _LOGS = 2**21, (-8.0, 8.0)
 
 # A `csr_array`: SciPy's stubs say that it may have no shape.
@@ -113,10 +114,11 @@ class _Data:
 
     @classmethod
     def of(cls, matrix, config: LinearConfig) -> _Data:
-        with np.errstate(over="ignore"):  # infinite values are found below
+        # Overflows become infinite values, which are reported below.
+        with np.errstate(over="ignore"):
             data = summed(matrix).astype(np.float32)
         data.eliminate_zeros()
-        items = CSR.from_scipy(data).shape[1]  # raises for invalid data
+        items = CSR.from_scipy(data).shape[1]  # raises an error for invalid data
         squares = np.asarray(data.multiply(data).sum(axis=1), np.float64)
         counts = np.maximum(np.bincount(data.indices, minlength=items), 1)
         damping = (counts / counts.mean()) ** -config.popularity
@@ -125,13 +127,14 @@ class _Data:
         )
         data.data = (data.data * inverse * damping[data.indices]).astype(np.float32)
         diagonal = np.bincount(data.indices, data.data.astype(np.float64) ** 2, items)
-        # For data without values this is the mean of the squared norms.
+        # If all values are 1, this is the mean of the squared norms.
         mean = data.nnz / max(np.count_nonzero(squares), 1)
         return cls(
             data,
             damping.astype(np.float32),
             diagonal.astype(np.float32),
-            # Without a ridge, rounding errors would be divided by tiny components.
+            # The ridge is at least this: otherwise rounding errors would be divided by tiny
+            # components.
             max(
                 float(config.ridge / max(mean, _TINY)),
                 _SHIFT * float(diagonal.max(initial=0)),
@@ -153,10 +156,11 @@ def _unit(
     `g = a Q diag(1 / (sigma^2 + ridge')) Q^T` and `h = a g`, a row `a` contributes
     `ridge' g g^T / (1 - h)` to `U U^T`.
     """
-    import scipy.optimize  # takes a quarter of a second, and few commands need it
+    # This import takes a quarter of a second, and few commands need it.
+    import scipy.optimize
 
     lengths = np.diff(data.rows.indptr)
-    # A row with all items has no negatives.
+    # A row that has all items has no negatives.
     several = np.flatnonzero((lengths > 1) & (lengths < len(q)))
     if not len(several):
         return 0.0
@@ -172,7 +176,7 @@ def _unit(
     less = data.ridge * g * g / left
     u_squared = np.square(q) @ (squares / (squares + data.ridge))
     scores = (z - a * (u_squared - less)) / (error + less) / data.damping
-    # The norm of a row with one entry fewer.
+    # Rescales to the norm of a row with one entry fewer.
     scores *= np.sqrt(lengths / np.maximum(lengths - 1, 1))[chosen][:, None]
     wanted, others = scores[own], np.where(own, -np.inf, scores)
     rows = np.nonzero(own)[0]
@@ -221,7 +225,7 @@ def on_host(
     basis = np.random.default_rng(0).standard_normal((items, width), np.float32)
     options = {"overwrite_a": True, "check_finite": False}
     for _ in range(_PRODUCTS):
-        # A well-conditioned basis of the same space, in a fraction of the time of QR.
+        # LU gives a well-conditioned basis of the same space, in a fraction of the time of QR.
         basis, _ = scipy.linalg.lu(applied(basis), permute_l=True, **options)
     basis, _ = scipy.linalg.qr(basis, mode="economic", **options)
     squares, turn = _descending(*np.linalg.eigh(basis.T @ applied(basis)))
@@ -241,9 +245,10 @@ def on_device(
 
 
 def _blocks(data: _Rows) -> CSR:
-    """Divides rows into blocks with their transposes, `[blocks, 2, ...]`, all square.
+    """Divides rows into square blocks, each with its transpose: `[blocks, 2, ...]`.
 
-    So one program multiplies all of them. Columns beyond the items are empty, as are rows.
+    All are square, so that one program multiplies all of them. Columns beyond the items are empty,
+    and so are rows beyond the data.
     """
     rows, items = data.shape
     size = min(BLOCK_ROWS, rows)
@@ -266,14 +271,14 @@ def _stacked(*parts: CSR) -> CSR:
 
 @functools.partial(Programs, static_argnames="width")
 def _decompose(blocks: CSR, width: int):
-    """The largest eigenvalues of `A^T A` and their eigenvectors, from `_blocks`.
+    """Computes the largest eigenvalues of `A^T A` and their eigenvectors, from `_blocks`.
 
     It is one program, whose loops contain each product and decomposition once: its compilation
     takes most of the time of a first training.
     """
 
     def applied(basis):
-        """The product `A^T A basis`."""
+        """Computes the product `A^T A basis`."""
 
         def multiply(product, part):
             return gather_matmul(part, product), None

@@ -19,9 +19,10 @@ from sparsejax.ops.precision import Precision, check_precision
 
 VERSION = 1
 
-# For `LinearConfig.for_data`: the most elements of the kernel (1 GB), and the ranks to try; the
-# number of entries of a row and of an item together for which the weight is 1, the smallest and
-# the largest weight; and the number of entries of rows and items for the ridge of dense data.
+# Constants of `LinearConfig.for_data`. First line: the most elements of the kernel (1 GB), and the
+# ranks to try. Second: the number of entries of a row and an item together for which the weight is
+# 1; the smallest and largest weight; and the number of entries of rows and items for the ridge of
+# dense data.
 _LARGEST_LINEAR, _RANKS = 2**28, (2048, 1024)
 _ENTRIES_FOR_WEIGHT, _WEIGHTS = 200, (0.1, 2.0)
 _DENSE, _DENSE_RIDGE = 50, 1000.0
@@ -264,7 +265,8 @@ class NetworkConfig(codec.Config):
 
     def __post_init__(self) -> None:
         _check_chain(self.layers)
-        losses.get(self.loss, **dict(self.loss_options))  # raises for an unknown loss
+        # Raises an error for an unknown loss.
+        losses.get(self.loss, **dict(self.loss_options))
         check_precision(self.precision)
         if self.param_dtype not in ("float32", "bfloat16"):
             raise ValueError(

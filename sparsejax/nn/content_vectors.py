@@ -1,8 +1,8 @@
-"""The vectors of items with content: of all items at once, or of some items at a time.
+"""The vectors of items with content: computed for all items at once, or for some at a time.
 
-The function `_of_chunk` defines them. `all_vectors` stores all vectors. If the memory does not
-suffice for this, `rows_at` and `softmax_sums` compute the vectors of a part when they are
-used, in the forward and again in the backward pass, so that no array of all vectors exists.
+The function `_of_chunk` defines them. `all_vectors` stores all vectors. If there is not enough
+memory, `rows_at` and `softmax_sums` compute the vectors of a part of the items when they need
+them, in the forward and again in the backward pass, so that no array of all vectors exists.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from sparsejax.sparse import CSR
 
 # Most items whose content is computed at once: 200 MB of float32 for vectors of 768 numbers.
 CHUNK_ITEMS = 2**16
-# Most tags that are sorted together for the gradient of T, which takes about 40 bytes for each.
-# Sums for all tags are added for each such part, so that there should be few parts.
+# Most tags that are sorted together for the gradient of T, which takes about 40 bytes for each
+# tag. For each such part, sums of all tags are added, so there should be few parts.
 SORTED_TAGS = 2**23
-# Below this norm a vector has no direction: its cosine with anything is near 0.
+# A vector with a smaller norm has no direction: its cosine with any vector is near 0.
 _MIN_NORM = 1e-6
 
 
@@ -85,7 +85,7 @@ def _backward(how: How, residuals, slopes: jax.Array):
         tag_kernel = learned.tag_kernel
         if fixed.tags is not None:
             tag_kernel = _of_tags(how, fixed.tags, slopes, tag_kernel)
-        # Chunks are computed without tags, whose part is added afterwards.
+        # Chunks are computed without tags. The part of the tags is added afterwards.
         learned, fixed = learned._replace(tag_kernel=None), fixed._replace(tags=None)
 
         def chunk(carry, part):
@@ -98,7 +98,7 @@ def _backward(how: How, residuals, slopes: jax.Array):
                 own[0],
             )
             of_learned, of_rows = pull(found[number].astype(wide))
-            # The gradient of the rows overwrites that of the vectors.
+            # The gradient of the rows overwrites the gradient of the vectors, in the same memory.
             found = found.at[number].set(of_rows.astype(found.dtype))
             return (jax.tree.map(jnp.add, sums, of_learned), found), None
 
@@ -126,7 +126,7 @@ all_vectors.defvjp(lambda how, *x: (all_vectors(how, *x), x), _backward)
 
 
 def _with_operands(how: How, kernel: jax.Array, learned: Learned) -> Learned:
-    """Converts T to the dtype of products, so that chunks need not convert it."""
+    """Converts T to the dtype of products once, instead of in each chunk."""
     if learned.tag_kernel is None:
         return learned
     kind = _operand(how.dtype, kernel.dtype)
@@ -134,7 +134,9 @@ def _with_operands(how: How, kernel: jax.Array, learned: Learned) -> Learned:
 
 
 def _of_chunk(how: How, learned: Learned, rows, entries, tags, given) -> jax.Array:
-    """The vectors of some items, in the dtype of sums. It defines the vectors."""
+    """Computes the vectors of some items, in the dtype of sums. This function defines item
+    vectors.
+    """
     wide, operand = accumulator(rows.dtype), _operand(how.dtype, rows.dtype)
     weight = entries / (entries + jnp.exp(learned.log_half))
     made = weight.astype(wide)[:, None] * rows.astype(wide)
@@ -163,7 +165,7 @@ def _operand(dtype, stored) -> jnp.dtype:
 
 
 def _of_tags(how: How, tags: CSR, slopes: jax.Array, tag_kernel) -> jax.Array:
-    """The gradient of T, from the gradient of all vectors: parts of the tags are sorted."""
+    """The gradient of T, computed from the gradient of all vectors. Tags are sorted in parts."""
     blocks, nse = jnp.shape(tags.indices)
     count = 1
     while blocks % (2 * count) == 0 and blocks * nse > count * SORTED_TAGS:
@@ -183,7 +185,7 @@ def _of_tags(how: How, tags: CSR, slopes: jax.Array, tag_kernel) -> jax.Array:
 
 
 def _chunks(kernel: jax.Array, fixed: Fixed):
-    """Adds a leading axis of chunks to the kernel's rows and to the items' arrays."""
+    """Reshapes the kernel's rows and the items' arrays to `[chunks, ...]`."""
     rows = len(kernel)
     count = 1
     # The number of chunks is a power of 2, so that each has whole blocks of tags.
@@ -199,18 +201,18 @@ def _chunks(kernel: jax.Array, fixed: Fixed):
 
 
 def _joined(blocks: CSR) -> CSR:
-    """Concatenates blocks `[count, ...]`, each with its whole capacity."""
+    """Concatenates blocks `[count, ...]` into one matrix; each block keeps its whole capacity."""
     count, nse = jnp.shape(blocks.indices)
     starts = jnp.arange(count, dtype=jnp.int32) * nse
     indptr = jnp.asarray(blocks.indptr)
-    # Padding of a block belongs to its last row, with values of 0.
+    # The padding of a block becomes a part of its last row, with values of 0.
     begins = (indptr[:, :-1] + starts[:, None]).reshape(-1)
     indptr = jnp.append(begins, jnp.int32(count * nse))
     flat = jax.tree.map(lambda x: x.reshape(-1), (blocks.data, blocks.indices))
     return CSR.tree_unflatten(blocks.num_cols, (*flat, indptr, None))
 
 
-# Vectors that are used where they are made
+# --- vectors that are computed where they are used, and not stored ---
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -409,7 +411,7 @@ def _pulled(
       items.
     """
     operands = _with_operands(how, kernel, learned)
-    # Tags are not differentiated here: sums of bfloat16 would lose too much.
+    # Tags are differentiated elsewhere, because sums in bfloat16 would lose too much.
     alone = learned._replace(tag_kernel=None)
     (own, beside), starts = _chunks_from(how, kernel, fixed, beside)
 
@@ -448,7 +450,9 @@ def _pulled(
 
 
 def _chunks_from(how: How, kernel: jax.Array, fixed: Fixed, *more):
-    """`_chunks` with further arrays; also returns the index of each chunk's first item."""
+    """Does the work of `_chunks` for further arrays, too; also returns the first item of each
+    chunk.
+    """
     own = _chunks(kernel, fixed)
     count, rows = own[0].shape[:2]
     first = 0 if how.axes is None else lax.axis_index(how.axes) * len(kernel)
@@ -460,7 +464,7 @@ def _chunks_from(how: How, kernel: jax.Array, fixed: Fixed, *more):
 
 
 def _places(ids: jax.Array, start: jax.Array, size: int):
-    """Positions of ids in the chunk that begins at `start`, and whether they are in it."""
+    """The positions of ids in the chunk that begins at `start`, and whether the ids are in it."""
     here = ids - start
     inside = (ids >= 0) & (here >= 0) & (here < size)
     return jnp.where(inside, here, 0), inside

@@ -1,4 +1,6 @@
-"""Content of items (tags and vectors), from which a part of their vectors is computed."""
+"""Content of items (tags and vectors). A part of each item's vector is computed from its
+content.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,10 @@ from sparsejax.sparse import CSR, unit_rows
 
 # The number of devices in a mesh divides 256, so that each device has whole blocks of tags.
 _BLOCKS = 256
-# Initial number of entries from which on an item's own vector has a weight above one half.
+# The initial number of training entries with which an item's own vector has a weight of one half.
 _HALF = 2.0
-# The share of items that have only their content in a step. Chosen on Amazon Beauty.
+# The fraction of items whose own vectors are dropped in a step, so that only their content counts.
+# Chosen on Amazon Beauty.
 DROPPED = 0.1
 
 _init = nnx.initializers.normal(0.02)
@@ -302,15 +305,15 @@ class ItemContent(nnx.Module):
         entries = self.entries[...]
         kept = jax.random.bernoulli(self.draws(), 1 - DROPPED, entries.shape)
         _, _, _, fixed = self._operands(entries, None)
-        # An item without content keeps its row: otherwise its vector would be zero.
+        # An item without content keeps its own vector: otherwise its vector would be zero.
         entries = jnp.where(kept | ~_have_content(fixed.tags, fixed.given), entries, 0)
         made = copy.copy(self)
-        # Attributes cannot be set in another trace, so `vars` is updated.
+        # Flax forbids setting attributes in another trace, so `vars` is updated.
         vars(made).update(entries=FromData(entries), deterministic=True)
         return made
 
     def _operands(self, kernel: jax.Array, dtype) -> tuple[How, Any, Learned, Fixed]:
-        """Arguments of the functions of `content_vectors`."""
+        """Converts the layer to arguments of the functions in `content_vectors`."""
         optional = self.tag_kernel, self.vector_kernel
         learned = Learned(
             self.log_half[...], *(None if p is None else p[...] for p in optional)
@@ -341,7 +344,7 @@ def with_vectors[Model: HasItems](model: Model, *, deterministic: bool = True) -
     output = model.output
     if output.content is None:
         return model
-    # Attributes cannot be set in another trace, so the copy's `vars` are updated.
+    # Flax forbids setting attributes in another trace, so the copy's `vars` are updated.
     made = copy.copy(model)
     unseen = output.content.unseen()
     first = getattr(model, "first", None)
@@ -401,7 +404,7 @@ def _padded_ends(tags: scipy.sparse.csr_array) -> np.ndarray:
 
 
 def _in_blocks(tags: scipy.sparse.csr_array, entries: int) -> dict[str, np.ndarray]:
-    """Divides tags into blocks of items, each row divided by its norm."""
+    """Divides tags into blocks of items. Each row is divided by its norm."""
     ends = _padded_ends(tags)
     rows = (len(ends) - 1) // _BLOCKS
     data = unit_rows(tags).data
@@ -419,7 +422,7 @@ def _in_blocks(tags: scipy.sparse.csr_array, entries: int) -> dict[str, np.ndarr
 
 def _put(variable: nnx.Variable, value: np.ndarray) -> None:
     """Sets a variable without changing the device of its array."""
-    # See `LinearPart.set_to` on arrays that are put on a named device.
+    # Placed like the old array; see `LinearPart.set_to` on arrays committed to a device.
     before = variable[...]
     place = before.sharding if before.committed else None
     variable.set_value(jax.device_put(value.astype(before.dtype), place))

@@ -46,7 +46,7 @@ from sparsejax.optimizers import gradients, growth
 
 Initializer = Callable[..., jax.Array]
 
-# As in DSSTNE and Mult-VAE. Weights are small, as a row of the input sums many of them.
+# As in DSSTNE and Mult-VAE. Weights start small, because a row of the input sums many of them.
 _default_kernel_init = nnx.initializers.glorot_uniform()
 _default_bias_init = nnx.initializers.zeros_init()
 
@@ -120,7 +120,7 @@ class SparseLinear(nnx.Module):
         )
 
     def __call__(self, x: SparseRows) -> Float[Array, "batch hidden"]:
-        """The units `[batch, out_features]` for `x: [batch, in_features]`."""
+        """Computes the units `[batch, out_features]` for rows `x: [batch, in_features]`."""
         check_sparse_rows(x, self.in_features)
         y = gradients.lookup(
             self.kernel, x, combiner=self.combiner, implementation=self.implementation
@@ -211,7 +211,7 @@ class SparseOutput(nnx.Module):
         self.linear: LinearPart | None = nnx.data(linear)
         self.folded_scale: nnx.Variable | None = nnx.data(None)
         self.content: ItemContent | None = nnx.data(None)
-        self.unseen: jax.Array | None = nnx.data(None)  # set in a layer from `finished`
+        self.unseen: jax.Array | None = nnx.data(None)  # only `finished` sets it
         if content is not None:
             self.content = ItemContent(num_items, in_features, content, rngs=rngs)
 
@@ -235,7 +235,7 @@ class SparseOutput(nnx.Module):
             kernel = gradients.whole(self.kernel)
             made, kernel = self.content.rows_at(kernel, ids, self.dtype)
             if self.unseen is not None:
-                # This layer is for one call only, and the gradients are added in place.
+                # This layer exists for a single call, in which gradients are added in place.
                 kernel = nnx.Param(kernel, **self.kernel.get_metadata())
                 vars(self)["kernel"] = kernel
             return made
@@ -254,7 +254,7 @@ class SparseOutput(nnx.Module):
           content: content to be added to the vectors.
         """
         made = copy.copy(self)
-        # Attributes cannot be set in another trace, so `vars` is updated.
+        # Flax forbids setting attributes in another trace, so `vars` is updated.
         vars(made).update(kernel=kernel, content=content, unseen=unseen)
         return made
 
@@ -263,7 +263,7 @@ class SparseOutput(nnx.Module):
         return self._without_unseen(None if self.bias is None else self.bias[...])
 
     def _without_unseen(self, bias: jax.Array | None) -> jax.Array | None:
-        """The bias of a softmax in training, which excludes items without entries."""
+        """The bias of a softmax in training: -inf for items without entries, to exclude them."""
         unseen = self.unseen
         if unseen is None and self.content is not None:
             unseen = self.content.unseen()
@@ -392,7 +392,9 @@ class SparseOutput(nnx.Module):
         )
 
     def _cross_entropy_by_parts(self, h, targets, weights, z_loss):
-        """`cross_entropy` with content, without an array of all vectors."""
+        """Does the work of `cross_entropy` for a layer with content, without an array of all
+        vectors.
+        """
         assert self.content is not None
         check_targets(targets, h.shape[:-1], self.num_items)
         targets = jnp.asarray(targets).reshape(-1)
@@ -502,7 +504,7 @@ class SparseOutput(nnx.Module):
         """A layer without the vectors of its items, which only has `sampled_of_vectors`."""
         made = copy.copy(self)
         kernel = nnx.Param(jnp.zeros((0, self.in_features), self.kernel.dtype))
-        # Attributes cannot be set in another trace, so `vars` is updated.
+        # Flax forbids setting attributes in another trace, so `vars` is updated.
         vars(made).update(kernel=kernel, bias=None, content=None, unseen=None)
         return made
 
@@ -594,7 +596,7 @@ class SparseOutput(nnx.Module):
         if self.temperature is not None:
             h = h * inverse_norm(h)[..., None].astype(h.dtype)
         stored = self.kernel.dtype
-        # If the operand had another dtype than the kernel, the kernel would be copied.
+        # If the operand's dtype differed from the kernel's, the kernel would be copied.
         is_half = stored == jnp.bfloat16
         finer = stored if is_half else jnp.promote_types(h.dtype, stored)
         return h.astype(self.dtype or finer)
@@ -630,11 +632,11 @@ class SparseOutput(nnx.Module):
         elif scale is not None:
             self.folded_scale = nnx.Variable(scale)
         if self.dtype is not None:
-            # A new parameter, as a tied layer keeps the old one.
+            # A new parameter, because a tied layer keeps the old one.
             self.kernel = nnx.Param(kernel.astype(self.dtype))
 
     def _joined(self, kernel, scale):
-        """One kernel for the concatenation `[h, u]`, without a scale."""
+        """The kernel for the concatenation `[h, u]`, without a scale."""
         assert self.linear is not None
 
         def joined(kernel, scale, more, factors):
@@ -689,7 +691,7 @@ class SparseDropout(nnx.Module):
     def __call__[Matrix: SparseRows](
         self, x: Matrix, *, deterministic: bool | None = None
     ) -> Matrix:
-        """`x` with some values set to 0; `x` itself if `deterministic`."""
+        """Returns `x` with some values set to 0. If `deterministic`, returns `x` itself."""
         check_sparse_rows(x)
         if deterministic is None:
             deterministic = self.deterministic
@@ -723,14 +725,16 @@ def normalize_rows[Matrix: SparseRows](x: Matrix) -> Matrix:
 def _denying(
     bias: Float[Array, "items"] | None, excluded: Bool[Array, "items"]
 ) -> Float[Array, "items"]:
-    """The bias with -inf for excluded items. The scores of other items keep their bits."""
+    """A bias that is -inf for excluded items. The scores of other items keep their bits."""
     more = jnp.where(excluded, -jnp.inf, 0).astype(jnp.float32)
     return more if bias is None else bias + more
 
 
 def _padded(init, key, shape, dtype, spec):
-    """Calls `init` with the true shape, and appends padding rows of zeros; divided by `spec`."""
-    # Compiled, so that only the result is allocated, on the devices that keep it.
+    """Calls `init` with the true shape, appends padding rows of zeros, and divides the result by
+    `spec`.
+    """
+    # Compiled, so that only the result is allocated, and directly on its devices.
     return jit_sharded(_made, spec, static=(0, 2, 3))(init, key, shape, dtype)
 
 

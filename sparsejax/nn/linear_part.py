@@ -89,8 +89,8 @@ class LinearPart(nnx.Module):
             (self.kernel, kernel),
             (self.scale, np.pad(scale, (0, extra))),
         ):
-            # If an array is committed to a device, so are the arrays computed from it, and their
-            # programs differ: the training program would be compiled twice.
+            # An array that is committed to a device makes all arrays computed from it committed,
+            # and these need other programs: the training program would be compiled twice.
             before = variable[...]
             place = before.sharding if before.committed else None
             variable.set_value(jax.device_put(value, place))

@@ -49,7 +49,7 @@ class FeedForward(nnx.Module):
     """
 
     kind = "items"
-    # Whether this class's `top_k` is that of the output layer for `queries`.
+    # Whether `top_k` of this class applies the output layer to the result of `queries`.
     ranks_by_layer: ClassVar[bool] = True
 
     def __init__(
@@ -202,7 +202,8 @@ class FeedForward(nnx.Module):
             if i > 0:
                 layer = self.rest[i - 1]
                 h = layer(h, out_sharding=_result_spec(layer))
-            # Looked up here: a model with JAX's functions as attributes could not be pickled.
+            # Looked up at each call: a model that has JAX's functions as attributes cannot be
+            # pickled.
             h = dropout(activation(config.activation)(h), deterministic=deterministic)
         return h
 
@@ -265,17 +266,17 @@ class FeedForward(nnx.Module):
 
     @property
     def _reads_content(self) -> bool:
-        """Whether the input reads vectors of items that are yet to be computed from content."""
+        """Whether the input layer reads item vectors that must be computed from content first."""
         output = self.output
         return output.content is not None and self.first.kernel is output.kernel
 
     def _linear(self, x: SparseRows) -> Float[Array, "batch rank"] | None:
-        """The rows encoded by the output's linear part; None if there is none."""
+        """Encodes the rows by the output's linear part; None if it has none."""
         return None if self.output.linear is None else self.output.linear.encode(x)
 
 
 def _divided(inputs: int, outputs: int, *, by_inputs: bool) -> dict[str, Any]:
-    """Options of a hidden `nnx.Linear` that is divided by `hidden_layout`."""
+    """Options for a hidden `nnx.Linear` whose kernel `hidden_layout` divides."""
     layout = hidden_layout(inputs, outputs, by_inputs=by_inputs)
     if layout is None:
         return {}

@@ -1,4 +1,6 @@
-"""Losses over a sample of the items, if a pass over all items is too expensive."""
+"""Losses over a sample of the items, for catalogues in which a pass over all items is too
+expensive.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,7 @@ def sample_with_batch(
     of_place, of_item = jax.random.split(key)
     flat = targets.reshape(-1).astype(jnp.int32)
     known = (flat >= 0) & (flat < num_items)
-    # Sorted by item; numbers that are no items are at the end.
+    # Sorted by item; numbers that are not items come last.
     ordered = jnp.sort(jnp.where(known, flat, num_items))
     total = jnp.sum(known)
     u = count - count // 2
@@ -306,7 +308,7 @@ def of_vectors(
     used = negatives != IGNORED
     given = jnp.ones(rows, summed) if weights is None else weights
     given = jnp.where(target.ignored, 0, given.astype(summed))
-    # A row that does not count may have any values.
+    # A row with weight 0 may have any values.
     flat = jnp.where((given == 0)[:, None], 0, h).astype(mine.dtype)
     of_target = jnp.sum(flat.astype(summed) * mine.astype(summed), axis=1)
     factors = None
@@ -314,8 +316,9 @@ def of_vectors(
         of_target = of_target * scale(mine).astype(summed)
         factors = scale(drawn).astype(summed)
         if drawn.dtype == summed:
-            # The factors are applied to the vectors, which are fewer than the scores. In lower
-            # precision this would round the vectors twice.
+            # The factors are multiplied with the vectors, which have fewer elements than the
+            # scores. In lower precision this would round the vectors twice, so then the scores are
+            # multiplied.
             drawn, factors = drawn * factors[:, None], None
     if dtype is None:
         others = jnp.matmul(flat, drawn.T, preferred_element_type=summed)
@@ -324,19 +327,19 @@ def of_vectors(
     if factors is not None:
         others = others * factors[None]
     if bias is not None:
-        # An index of -1 would mean the last item, whose bias may be -inf.
+        # -1 is replaced, because it would index the last item, whose bias may be -inf.
         ids = ids_read(target, negatives)
         of_ids = jnp.where(ids == IGNORED, 0, bias[ids]).astype(summed)
         of_target, others = of_target + of_ids[:rows], others + of_ids[None, rows:]
     counted = used[None] & (negatives[None] != target.columns[:, None])
-    # Logarithm of the number of items that a negative stands for.
+    # The logarithm of the number of items that each negative represents.
     stands_for = jnp.zeros(count, summed)
     if log_q is not None:
         number = jnp.maximum(jnp.sum(used), 1).astype(summed)
         stands_for = jnp.where(used, -jnp.log(number) - log_q.astype(summed), 0)
     if loss == "softmax":
         others = jnp.where(counted, others + stands_for[None], -jnp.inf)
-        # Concatenated with `of_target`, the scores would be written once more.
+        # Kept apart from `of_target`: a concatenation would write the scores once more.
         top = jax.lax.stop_gradient(
             jnp.maximum(of_target, jnp.max(others, axis=1, initial=-jnp.inf))
         )
@@ -357,12 +360,12 @@ def of_vectors(
 
 @jax.custom_vjp
 def _rounded_scores(h: jax.Array, vectors: jax.Array) -> jax.Array:
-    """`h vectors^T` in float32, with operands rounded to bfloat16."""
+    """Computes `h vectors^T` in float32 from operands rounded to bfloat16."""
     return _product(h, vectors.T)
 
 
 def _rounded_forward(h, vectors):
-    # Stored for the derivative, in half the memory.
+    # The rounded operands are stored for the derivative, in half the memory.
     kept = h.astype(jnp.bfloat16), vectors.astype(jnp.bfloat16)
     like = jnp.zeros(0, h.dtype), jnp.zeros(0, vectors.dtype)
     return _rounded_scores(*kept), (kept, like)
@@ -384,12 +387,12 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _alias_table(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each slot, the probability of its own item, and the other item.
+    """Builds an alias table: for each slot the probability of its own item, and the other item.
 
-    Items with less than one slot are filled up, in order, from items with more, in order.
-    A donor that gave too much is filled up by the next donor. So running sums of the
-    deficits and of the surpluses show which item donates to which (Hübschle-Schneider and
-    Sanders, "Parallel weighted random sampling", 2019).
+    Items with less than one slot are filled up, in order, from items with more, in order. A donor
+    that gave too much is filled up by the next donor. So running sums of the deficits and of the
+    surpluses determine which item donates to which (Hübschle-Schneider and Sanders, "Parallel
+    weighted random sampling", 2019).
     """
     mass = q * len(q)
     kept, alias = np.minimum(mass, 1), np.arange(len(q))

@@ -42,7 +42,7 @@ from sparsejax.ops.row_update import takes_rows
 from sparsejax.optimizers.row_gradient import RowGradient, RowSums, RowTerms
 from sparsejax.sparse import CSR, sums_so_far
 
-Path = tuple[Any, ...]  # attribute names and indices
+Path = tuple[Any, ...]  # the attribute names and indices that lead to a parameter
 Dense = Literal["error", "allow"]
 # Function that brings all rows of a kernel's stored array up to date.
 Settler = Callable[[jax.Array], jax.Array]
@@ -60,7 +60,7 @@ class RowParam(nnx.Param):
     True
     """
 
-    # Rows in host memory are freed with the parameter, by a weak reference.
+    # A weak reference is needed to free rows in host memory together with the parameter.
     __slots__ = ("__weakref__",)
 
 
@@ -92,7 +92,7 @@ def lookup(
     scope, x = _scope.get(), gather.combined(x, combiner)
     if scope is None or not isinstance(kernel, RowParam):
         w = kernel[...]
-        if isinstance(x, ShardedCSR):  # the gradient's type has this sharding
+        if isinstance(x, ShardedCSR):  # the gradient's type must have this sharding
             w = reshard_if_explicit(w, BY_ROWS)
         return _read(None, x, w, implementation, dtype)
     return scope.read(kernel, x, implementation, dtype)
@@ -115,8 +115,8 @@ def rows_of(
         ids = jnp.where(ids >= 0, ids, kernel.shape[0])
         return kernel[...].at[ids].get(mode="fill", fill_value=0)
     count = len(ids)
-    if is_divided(kernel):  # the ids are divided over "data"
-        # Gathered once here: otherwise each array computed from the ids is gathered.
+    if is_divided(kernel):  # the ids are divided over the axis "data"
+        # Gathered once here: otherwise XLA gathers each array computed from the ids.
         ids = replicated(ids)
         ids = jnp.pad(ids, (0, -count % axis_sizes()[0]), constant_values=-1)
     used = ids >= 0
@@ -234,8 +234,8 @@ class UpdatePlan(NamedTuple):
     whole: frozenset[Path]
 
 
-# Makes a plan for the model, the kernels that are also read outside lookups, and the
-# capacity of each kernel's RowGradient.
+# Function that plans the update of a model. Its arguments are the model, the kernels that are also
+# read outside lookups, and the capacity of each kernel's RowGradient.
 Planner = Callable[[Any, AbstractSet[Path], Mapping[Path, int]], UpdatePlan]
 
 
@@ -407,7 +407,7 @@ def _read(
     implementation: Implementation,
     dtype: jax.typing.DTypeLike | None,
 ) -> jax.Array:
-    """Sums of rows, computed by a reader if there is one."""
+    """Sums rows of a kernel, by the reader if there is one."""
     if reader is None:
         return gather.gather_matmul(x, w, dtype=dtype, implementation=implementation)
     y = reader(x, w, implementation)
@@ -416,7 +416,7 @@ def _read(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One lookup: its kernel, and the shape and dtype of its result."""
+    """A lookup: its kernel, and the shape and dtype of its result."""
 
     path: Path
     nse: int
@@ -425,7 +425,7 @@ class _Call:
 
 
 class _Recorder:
-    """A record of the calls of `lookup` within the loss of `value_and_grad`."""
+    """Records the calls of `lookup` inside the loss of `value_and_grad`."""
 
     def __init__(self, kernels: Mapping[Path, RowParam], arguments: Any):
         self.trace = _trace_state()
@@ -433,11 +433,11 @@ class _Recorder:
         self.known = {id(v) for v in row_params(arguments, ...).values()}
         self.calls: list[_Call] = []
         self.inputs: list[LookupRows] = []
-        # None in the first, abstract pass.
+        # None in the first pass, which is abstract.
         self.taps: Sequence[jax.Array] | None = None
         self.readers: Mapping[Path, Reader] = {}
         self.dense: AbstractSet[Path] = frozenset()
-        # The calls that the first, abstract pass has found.
+        # The calls that the first pass has found, in order.
         self.expected: Sequence[_Call] = ()
 
     def read_once(self, kernel) -> bool:
@@ -453,7 +453,7 @@ class _Recorder:
         outermost = _trace_state() == self.trace
         abstract = self.taps is None
         if not outermost and (abstract or path in self.dense):
-            # `_trace` then reports an ordinary use of the kernel.
+            # This reads the kernel in the ordinary way, which `_trace` then detects.
             return _read(None, x, w, implementation, dtype)
         stop = abstract or path in self.dense
         w = jax.lax.stop_gradient(w) if stop else _not_differentiable(w)
@@ -471,7 +471,7 @@ class _Recorder:
 
 
 class _Reading:
-    """How `lookup` and `whole` read kernels while `reading` is open."""
+    """How `lookup` and `whole` read kernels while the context `reading` is open."""
 
     def __init__(
         self, readers: Mapping[int, Reader | None], settlers: Mapping[int, Settler]
@@ -560,7 +560,7 @@ def _guard(path: Path, elsewhere: set[Path]):
 
 @jax.custom_vjp
 def _attach(y, tap):
-    """`y + tap`; the tap is zero and never read, so XLA drops it."""
+    """Returns `y + tap`. The tap is zero and never read, so XLA removes the addition."""
     return y
 
 
@@ -569,7 +569,9 @@ _attach.defvjp(lambda y, tap: (y, None), lambda _, dy: (dy, dy))
 
 @jax.custom_vjp
 def _not_differentiable(w):
-    """Returns `w`; an error if it is differentiated, as its derivative would be wrong."""
+    """Returns `w`. Raises an error if it is differentiated, because its derivative would be
+    wrong.
+    """
     return w
 
 

@@ -1,4 +1,4 @@
-"""New rows for parameters that have a row for each item, while a model is in use."""
+"""Adds rows to parameters that have a row for each item, while a model is in use."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _joined(known: int, fresh: jax.Array, before: jax.Array) -> jax.Array:
 def _divided_like(variable: nnx.Variable, make: Callable, *arguments: int | jax.Array):
     """Calls `make(*arguments)`; the result is divided over the mesh like the variable.
 
-    `make` must be a function of a module: only then is its compiled program reused.
+    `make` must be a module-level function: only then its compiled program is reused.
     """
     spec = variable.get_metadata().get("out_sharding")
     numbers = [n for n in arguments if isinstance(n, int)]

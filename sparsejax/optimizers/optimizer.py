@@ -49,9 +49,9 @@ from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.row_gradient import RowGradient, RowTerms
 from sparsejax.optimizers.rules import Rule
 
-# Reading an up-to-date row and writing it takes about ten times as long as a row in a pass
-# over the kernel (on a CPU, 256 floats a row: 3.6 us against .36), and a batch touches
-# fewer rows than it might.
+# Updating a row that is read and written singly takes about ten times as long as a row in a pass
+# over the whole kernel (on a CPU, 256 floats a row: 3.6 us against 0.36). A batch touches fewer
+# rows than its capacity.
 _LARGE_PART = 8
 
 
@@ -68,7 +68,7 @@ class Moved(NamedTuple):
     make: Callable[..., jax.Array]
 
 
-# A function that brings rows up to date: it takes and returns arrays by name.
+# Function that brings rows up to date; its argument and its result are arrays by name.
 HostSettler = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
 
 
@@ -184,7 +184,7 @@ def compile_flush(
             noise=as_shapes(optimizer.noise_of(path)),
             divided=gradients.is_divided(kernel),
             beyond=0,
-            young=True,  # the usual case, see `are_young`
+            young=True,  # rows usually satisfy this, see `are_young`
         )
         for path, kernel in optimizer._drifting(model).items()
     ]
@@ -288,12 +288,12 @@ class Optimizer(nnx.Pytree):
         return self.rule.dense() if self.transformation is None else self.transformation
 
     def _drifting(self, model: Any) -> dict[Path, RowParam]:
-        """The kernels whose rows also change in steps that do not touch them."""
+        """The kernels of a model whose rows also change in steps that do not touch them."""
         kernels = gradients.row_params(model, self.wrt)
         return {p: k for p, k in kernels.items() if self.rule_of(k).drifts}
 
     def _ordinary(self, tree: Any) -> dict[str, jax.Array]:
-        """The parameters of a model that are no `RowParam`, or their gradients."""
+        """The parameters (or gradients) of a model that are not `RowParam`s."""
         wanted = nnx.All(self.wrt, nnx.Not(RowParam))
         variables = nnx.to_flat_state(nnx.state(tree, wanted))
         return {_key(path): variable[...] for path, variable in variables}
@@ -387,7 +387,7 @@ class Optimizer(nnx.Pytree):
         def grow(place, variable, value):
             before, after = jnp.shape(variable[...]), jnp.shape(value)
             key = getattr(place[-1], "key", None) if place else None
-            # Some state has one number for each row, as in row-wise Adagrad.
+            # Some optimizer states have one number for each row, such as row-wise Adagrad's.
             if (
                 key in rows
                 and before[1:] == after[1:]
@@ -443,7 +443,7 @@ class Optimizer(nnx.Pytree):
         return self._host_settler(rule, deterministic=False) if rule.drifts else None
 
     def _key_within(self, path: Path, kernel: RowParam) -> str:
-        """The name of a kernel; only the end of its path is given."""
+        """The name of a kernel, given only the end of its path."""
         end = _key(path)
         found = [key for key in self.rows if f"/{key}".endswith(f"/{end}")]
         if len(found) != 1:
@@ -552,7 +552,7 @@ class Optimizer(nnx.Pytree):
     def _table_ahead(
         self, rule: Rule, trained: TrainedKernel
     ) -> row_update.LagTable | None:
-        """The rule's table for the current step, if `ahead` made it; otherwise None."""
+        """The rule's table for the current step if `ahead` has computed it, else None."""
         made = _ahead.get()
         key = rule, accumulator(trained.w.dtype)
         if made is None or key not in made.tables:
@@ -632,7 +632,9 @@ class Optimizer(nnx.Pytree):
             )
 
     def _checked_rows(self, model: Any) -> dict[Path, RowParam]:
-        """The kernels of a model; raises ValueError if their state has other shapes."""
+        """The `RowParam`s of a model by path. Raises ValueError if their state has other
+        shapes.
+        """
         kernels = gradients.row_params(model, self.wrt)
         for path, kernel in kernels.items():
             for variable in self._rows_of(path).values():
@@ -672,7 +674,7 @@ class Optimizer(nnx.Pytree):
         table: row_update.LagTable | None = None,
         young: bool = False,
     ) -> None:
-        """Brings rows up to date, in place, that have missed more than `beyond` steps.
+        """Brings the rows up to date, in place, that have missed more than `beyond` steps.
 
         See `row_update.settle`.
         """
@@ -680,7 +682,7 @@ class Optimizer(nnx.Pytree):
 
         def settled():
             rule, before = self.rule_of(kernel), self._trained(path, kernel[...])
-            # Compiled, so that the arrays are donated if the caller is not under jit.
+            # Compiled, so that arrays are donated even if the caller is not inside `jit`.
             trained = _settle[deterministic](
                 rule,
                 before,
@@ -721,7 +723,7 @@ class Optimizer(nnx.Pytree):
                 f"'{_dotted(path)}' has rows in host memory, which a compiled function cannot "
                 "write: call flush outside of it"
             )
-        host.check_state(self._rows_of(path))  # a copy's is outdated
+        host.check_state(self._rows_of(path))  # a copied model may have outdated state
         rule = self.rule_of(kernel)
         settled = self._host_settler(rule, deterministic=deterministic)
         # Weight decay also changes rows that no batch has touched yet.
@@ -747,7 +749,7 @@ class Optimizer(nnx.Pytree):
         return settled
 
     def _settler(self, path: Path, kernel: RowParam) -> gradients.Settler:
-        """A function that returns a whole kernel, up to date, without changing the stored one."""
+        """Makes a function that returns the up-to-date kernel without changing the stored one."""
 
         def settled(w: jax.Array) -> jax.Array:
             trained, step = self._trained(path, w), self.step[...]
@@ -782,7 +784,7 @@ class Optimizer(nnx.Pytree):
         return gradients.UpdatePlan(readers, frozenset(whole))
 
     def _whole(self, path: Path, kernel: RowParam, entries: int) -> bool:
-        if _host_of(kernel) is not None:  # most of its rows are in host memory
+        if _host_of(kernel) is not None:  # most rows of the kernel are in host memory
             return False
         rows, hidden = kernel.shape
         w = kernel[...]
@@ -878,7 +880,7 @@ class Optimizer(nnx.Pytree):
             for key, w in moved.items()
         }
         nnx.update(model, nnx.from_flat_state(new))
-        # The parts that were removed are restored.
+        # Restores the parts that were removed before.
         after = jax.tree.map(
             lambda b, a: {**b, **a} if isinstance(b, dict) else a,
             before,
@@ -940,9 +942,9 @@ def _tables(rule: Rule, numbers: jax.Array, dtype: Any) -> row_update.LagTable:
     def table(count):
         return rule.lag_table(count, dtype)
 
-    # On a CPU the product of many matrices has other bits if the matrices are grouped
-    # differently, as after a resume. On a GPU it has equal bits, and separate products would
-    # launch ten programs for each step.
+    # On a CPU, a product of many matrices has other bits if the matrices are grouped differently,
+    # as after a resume. So each step has its own product. On a GPU the bits are equal, and
+    # separate products would launch ten programs for each step.
     return jax.lax.platform_dependent(
         numbers, cpu=functools.partial(jax.lax.map, table), default=jax.vmap(table)
     )
@@ -950,8 +952,8 @@ def _tables(rule: Rule, numbers: jax.Array, dtype: Any) -> row_update.LagTable:
 
 def _of_step(place: jax.Array, tables: jax.Array) -> jax.Array:
     """The table of one step."""
-    # For a GPU, a condition that is always true, which XLA cannot know: otherwise it would copy
-    # a part of the tables, outside the graph of the step and on a stream of its own.
+    # For a GPU, a condition that is always true, but XLA cannot know this: otherwise it would copy
+    # a part of the tables, outside the graph of the step and on another stream.
     return jax.lax.platform_dependent(
         place,
         tables,
@@ -965,20 +967,21 @@ def _host_of(kernel: RowParam) -> HostRows | None:
 
 
 def _wide(array: jax.Array) -> jax.Array:
-    """A parameter or its gradient in the dtype in which rules compute."""
+    """Converts a parameter or gradient to the dtype in which rules compute."""
     return array.astype(accumulator(array.dtype))
 
 
 def _seed_of(path: Path, seed: int) -> jax.Array:
-    """A seed for each parameter."""
+    """A random seed for the parameter with this path."""
     name = zlib.crc32(f"{seed}/{_key(path)}".encode())
     return jnp.asarray(np.uint32(name).astype(np.int32))
 
 
 def _after(trained: TrainedKernel, flat: Mapping[Path, Any]) -> dict[Path, Any]:
-    """Orders the row gradients so that gradients of whole parameters are read after rows moved.
+    """Makes row gradients depend on updated rows, so that other gradients are read after that.
 
-    On a mesh, rows are updated while devices add these gradients, with which little else overlaps.
+    On a mesh, rows are updated while devices add up the gradients of whole parameters, with which
+    little else overlaps.
     """
     whole = {
         path: leaf
@@ -989,7 +992,7 @@ def _after(trained: TrainedKernel, flat: Mapping[Path, Any]) -> dict[Path, Any]:
     }
 
     def part(whole, w):
-        # Always true, but the compiler does not know it.
+        # This is always true, but the compiler cannot know it.
         moved = w[0, 0].astype(jnp.float32).view(jnp.int32) | 1 != 0
         return jax.tree.map(lambda g: jnp.where(moved, g, 0), whole)
 
@@ -1012,7 +1015,7 @@ def _without(tree: Any, keys: AbstractSet[str]) -> Any:
 
 
 def _key(path: Path) -> str:
-    """A unique name for a path: parts of a path may contain "/"."""
+    """A unique name for a path, also if parts of the path contain "/"."""
     parts = (str(part).replace("~", "~0").replace("/", "~1") for part in path)
     return "/".join(parts)
 
@@ -1026,7 +1029,7 @@ def _refuse_stale(
 ) -> jax.Array:
     """Returns a dense gradient if it was computed from up-to-date rows, else raises ValueError.
 
-    While tracing it returns NaN in rows that were not up to date.
+    In a traced program, the result is NaN in rows that were not up to date.
     """
     stale = trained.stale_rows(step)
     if isinstance(stale, jax.core.Tracer):
@@ -1053,17 +1056,18 @@ def first_state(rule: Rule, w: jax.Array, step: jax.Array) -> dict[str, jax.Arra
 
 
 def _at_step(name: str, fresh: jax.Array, step: jax.Array) -> jax.Array:
-    """A state array for rows that are new at this step."""
+    """Replaces the fresh step number of new rows by the current step."""
     if name != "last_step":
         return fresh
-    return jnp.where(fresh == 0, step, fresh)  # with 0 the row would have missed steps
+    # With 0, a new row would have missed all earlier steps.
+    return jnp.where(fresh == 0, step, fresh)
 
 
 def _first_state(rule: Rule, w: jax.Array) -> dict[str, jax.Array]:
     dtype = accumulator(w.dtype)
     arrays = {n: a.astype(dtype) for n, a in rule.start(w.astype(dtype)).items()}
     if rule.decays:
-        # Weight decay changes a row from the first step on, other rules when it is touched.
+        # Weight decay changes a row from the first step on; other rules only after it is touched.
         first = 0 if rule.weight_decay else row_update.NEVER
         arrays["last_step"] = jnp.full(w.shape[0], first, jnp.int32)
     return arrays

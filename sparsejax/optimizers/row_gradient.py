@@ -1,4 +1,4 @@
-"""A gradient that has only the rows that a batch has touched, and its arithmetic."""
+"""Gradients that consist of the rows a batch has touched, and their arithmetic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _no_random_numbers(*_: Any) -> NoReturn:
     raise TypeError("these are row ids, no key of random numbers")
 
 
-# JAX refuses arithmetic with random keys; its message contains this tag.
+# JAX forbids arithmetic on random keys; its error message contains this tag.
 _SEAL = jax.extend.random.define_prng_impl(
     key_shape=(1,),
     seed=_no_random_numbers,
@@ -72,7 +72,8 @@ class RowGradient(abc.ABC):
         (static). Each device then has the gradient of its own rows.
     """
 
-    __array_ufunc__ = None  # NumPy arrays then use + and * of this class
+    # With None, NumPy arrays use the operators + and * of this class.
+    __array_ufunc__ = None
 
     num_rows: int
     current: bool
@@ -113,7 +114,7 @@ class RowGradient(abc.ABC):
     def __getitem__(self, index) -> Any:
         if index is not ...:
             raise TypeError("a RowGradient has no elements; use .todense()[...]")
-        return self  # so that grads["kernel"][...] is the gradient, as for an array
+        return self  # like an array, so that grads["kernel"][...] is the gradient
 
     def todense(self) -> Float[Array, "num_rows hidden"]:
         """Converts the gradient to a dense array."""
@@ -207,7 +208,8 @@ class RowSums(RowGradient):
 
     @classmethod
     def tree_unflatten(cls, static, leaves) -> RowSums:
-        # Not by the constructor: leaves may be shapes, or anything that tree.map returned.
+        # The constructor would check the leaves, but they may be shapes, or anything that tree.map
+        # returned.
         self = object.__new__(cls)
         self._ids, self._values = leaves
         self.num_rows, self.current, self.divided = static
@@ -284,7 +286,7 @@ class RowTerms(RowGradient):
 
     @classmethod
     def tree_unflatten(cls, static, leaves) -> RowTerms:
-        self = object.__new__(cls)  # without the constructor, as in RowSums
+        self = object.__new__(cls)  # without the constructor's checks, as in `RowSums`
         self._by_column, self._data, self._dy, self._unsent = leaves
         self.num_rows, self.current, self.divided = static
         return self
@@ -295,7 +297,7 @@ class RowTerms(RowGradient):
 
 
 def _sealed(indices: jax.Array) -> jax.Array:
-    """Wraps integers as a leaf of a tree with which JAX refuses arithmetic."""
+    """Wraps integers as a tree leaf on which JAX forbids arithmetic."""
     bits = lax.bitcast_convert_type(jnp.asarray(indices, jnp.int32), jnp.uint32)
     return jax.random.wrap_key_data(bits[..., None], impl=_SEAL)
 
@@ -357,11 +359,11 @@ def merge(gradients: Sequence[RowGradient]) -> RowSums:
 
 
 def _sum_of(ids, values, num_rows: int):
-    """Ids and values of the sum of gradients; ids out of range are ignored."""
+    """Sums gradients; returns ids and values of the sum. Ids out of range are ignored."""
     ids, values = jnp.concatenate(ids), jnp.concatenate(values)
     if not ids.shape[0]:
         return ids, values
-    # A matrix with one entry in each row.
+    # The gradients as a matrix with one entry in each row.
     rows = jnp.arange(ids.shape[0] + 1, dtype=jnp.int32)
     x = CSR(None, ids, rows, num_cols=num_rows)
     ids, sums = scatter_gradient.row_gradient([x], [values], num_rows)

@@ -1,4 +1,5 @@
-"""Rules by which an optimizer updates rows of a kernel, and catches up rows it left alone.
+"""Rules by which an optimizer updates rows of a kernel, and catches up rows that steps did not
+touch.
 
 Each rule has a dense form of optax and a form for single rows. In a step that does
 not touch a row, the dense form sees a gradient of zero. A zero gradient::

@@ -34,18 +34,19 @@ class Rule:
         weight `w`. All parameters decay, biases too.
     """
 
-    # Whether steps that do not touch a row change its state, apart from weight decay.
+    # Whether a step that does not touch a row changes its state, apart from weight decay.
     shrinks_state: ClassVar[bool] = False
     moves_weights: ClassVar[bool] = False
     # Whether `step`, and `catch_up` if weights do not drift, work element by element, with
     # operations that Pallas supports on GPUs. A GPU program calls them on pieces of rows.
     elementwise: ClassVar[bool] = False
-    # Whether they work element by element except for means over a row, computed by `mean`, a
-    # further argument of `step`. In GPU programs, state with one number for each row is a number.
+    # Whether they work element by element except for means over a row, which `step` computes by
+    # its further argument `mean`. In GPU programs, state with one number for each row is passed as
+    # a number.
     by_row: ClassVar[bool] = False
     # Whether `step` and `catch_up` apply `weight_decay`.
     takes_weight_decay: ClassVar[bool] = False
-    # Options that must be below 1, and those that must not be 0.
+    # Names of options that must be below 1; the next attribute has those that must not be 0.
     below_one: ClassVar[tuple[str, ...]] = ()
     positive: ClassVar[tuple[str, ...]] = ()
 

@@ -1,4 +1,4 @@
-"""Many steps with zero gradients at once, for rules that are linear in weight and trace.
+"""Applies many steps with zero gradients at once, for rules that are linear in weight and trace.
 
 With a gradient of zero a step of sgd, momentum or nesterov, or of decoupled weight
 decay, maps a weight w and its trace m to linear combinations of both. The coefficients
@@ -22,7 +22,7 @@ from sparsejax.ops.implementations import computed_once
 # Number of missed steps whose rates are computed together; a power of 2. Most rows have
 # missed fewer.
 _CHUNK = 256
-# Lags of a table, see `Rule.lag_table`.
+# Number of lags in a table, see `Rule.lag_table`.
 TABLE = 512
 
 
@@ -60,7 +60,7 @@ def constant(step: Linear, lag: Int[Array, "*rows"]) -> Linear:
         digit = (lag >> 8 * byte) & 255
         chosen = Linear(*jnp.moveaxis(jnp.asarray(powers, jnp.float32)[digit], -1, 0))
         total = chosen if total is None else total.then(chosen)
-        unit = Linear(*powers[-1].tolist()).then(unit)  # 256 such steps
+        unit = Linear(*powers[-1].tolist()).then(unit)  # the combination of 256 steps
     assert total is not None
     return total
 
@@ -85,9 +85,9 @@ def latest(
 
 
 def _powers(step: Linear, count: int) -> np.ndarray:
-    """`[count, 4]` float64: the step applied 0, 1, ... times."""
+    """The step applied 0, 1, ..., times: `[count, 4]` float64."""
     sums, width = np.array([Linear()], np.float64), 1
-    last = Linear(*map(np.float64, step))  # the step applied `width` times
+    last = Linear(*map(np.float64, step))  # the combination of `width` steps
     with np.errstate(over="ignore", invalid="ignore"):
         while width < count:
             sums = np.concatenate([sums, np.stack(Linear(*sums.T).then(last), 1)])
@@ -96,13 +96,13 @@ def _powers(step: Linear, count: int) -> np.ndarray:
 
 
 def _running(steps: Linear) -> Linear:
-    """The combinations of the latest 1, 2, ... of these steps, which are in descending order.
+    """The combinations of the latest 1, 2, ... of these steps. The steps are in descending order.
 
     `associative_scan` would need half the arithmetic, but takes seconds to compile.
     """
     size, width, sums = len(steps.ww), 1, steps
     while width < size:
-        # A combination of `width` steps is joined to the one before it.
+        # Doubling: a combination of `width` steps is joined to the `width` steps before it.
         later = Linear(*(jnp.roll(s, width) for s in sums))
         there = np.arange(size) >= width
         joined = zip(sums.then(later), sums, strict=True)

@@ -17,7 +17,9 @@ from sparsejax.optimizers.rules.replay import Replay
 
 @dataclasses.dataclass(frozen=True)
 class _Moments(Rule):
-    """The state of rules that divide a mean gradient by the size of recent gradients."""
+    """Base class of rules that divide a mean gradient by the size of recent gradients; has their
+    state.
+    """
 
     elementwise = True
     shrinks_state = True
@@ -39,7 +41,7 @@ class _Moments(Rule):
 
     @property
     def _bound(self) -> tuple[str, float]:
-        """The bound on `b1`: its formula and value."""
+        """The upper bound of `b1`: its formula and its value."""
         raise NotImplementedError
 
     def init(self, shape):
@@ -51,7 +53,7 @@ class _Moments(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class _Squares(_Moments):
-    """The common base of adam, adamw and lazy_adam: `nu` is a mean of squares."""
+    """Base class of adam, adamw and lazy_adam, in which `nu` is a mean of squared gradients."""
 
     @property
     def _bound(self) -> tuple[str, float]:
@@ -193,7 +195,7 @@ class adamax(_Moments):
 
     def catch_up(self, w, state, lag, count):
         mu, nu = state["mu"], state["nu"]
-        # Rows that were never touched, whose lag is the largest, do not change.
+        # Rows that were never touched do not change, although their lag is the largest.
         moves = jnp.any(mu != 0, axis=1, keepdims=True)
         owed = jnp.where(moves, jnp.minimum(lag, self._steps), 0)
         first = count - lag
@@ -230,12 +232,14 @@ class adamax(_Moments):
 
     @property
     def _steps(self) -> int:
-        """Missed steps that count: each moves a weight by b1 / b2 of the one before, or less."""
+        """The number of missed steps that matter: each moves a weight by at most b1 / b2 of the
+        previous one.
+        """
         if not self.b1:
             return 0
         return math.ceil(math.log(2**-24) / math.log(self.b1 / self.b2))
 
     def _rest(self, t: jax.Array, dtype) -> jax.Array:
-        """`1 - b1^t`, computed without cancellation."""
+        """Computes `1 - b1^t` without cancellation."""
         log = math.log(self.b1) if self.b1 else -math.inf
         return -jnp.expm1(t.astype(dtype) * log)

@@ -56,7 +56,7 @@ class ftrl(Rule):
 
     def dense(self):
         def part(params, rows, name):
-            """Selects one array of each dict; returns a tree with the structure of `params`."""
+            """Selects the array `name` from the dict of each parameter."""
             return jax.tree.map(lambda _, row: row[name], params, rows)
 
         def init(params):

@@ -34,10 +34,12 @@ from jaxtyping import Array, Float
 from sparsejax.ops.implementations import computed_once
 from sparsejax.ops.row_update import LagTable
 
-# Numbers of values of d. With 14 the sums are exact to 1e-8 also in the first five hundred
-# steps, in which `1 - b2^t` changes much; with 7 to 1e-9 if `log d` has a range of at most .9.
+# Numbers of nodes D_j. With 14 the sums are exact to 1e-8, also in the first five hundred steps,
+# in which `1 - b2^t` changes much. With 7 they are exact to 1e-9 if `log d` has a range of at most
+# 0.9.
 _MANY, _FEW, _NARROW = 14, 7, 0.9
-# Lags of a table: a power of 2. Over these lags `log d` has a range of at most 1.3 by b2 alone.
+# Number of lags in a table, a power of 2. Over these lags, b2 alone gives `log d` a range of at
+# most 1.3.
 _MOST_LAGS, _RANGE = 512, 1.3
 _BLOCK = 128  # number of lags in a block
 # Number of missed steps that are repeated together.
@@ -110,7 +112,7 @@ class Replay:
           1 if only the first seven are used, else 0.
         """
         lags = self.lags
-        i = np.arange(lags)  # distance of a step from the last one
+        i = np.arange(lags)  # number of steps before the last one
         t = jnp.asarray(count, jnp.int32) - jnp.asarray(i, jnp.int32)
         number = jnp.maximum(t, 1)
         factor = jnp.asarray(rate(number), dtype) / self._rest(self.b1, number, dtype)
@@ -125,8 +127,8 @@ class Replay:
         middle, radius = (high + log_d[0]) / 2, (high - log_d[0]) / 2
         x = (log_d - middle) / jnp.maximum(radius, 1e-6)
         x = jnp.minimum(jnp.maximum(x, -1), 1)
-        # Chebyshev polynomials at each step, with a factor that is undone at the nodes below. It
-        # makes the interpolation equally exact at both ends.
+        # Chebyshev polynomials at each step, times a factor that is divided out at the nodes
+        # below. With this factor, the interpolation is equally exact at both ends.
         base = [factor * jnp.exp(-log_d / 2)]
         base.append(base[0] * x)
         while len(base) < _MANY:
@@ -236,7 +238,8 @@ class Replay:
         times = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
         within = power(i[:, None] - i[None] + 1)
         sums = times("ik,bkn->bin", within, terms.reshape(-1, size, n))
-        # The sums of earlier blocks, shrunk. The latest of these blocks is not shrunk yet.
+        # The sums of earlier blocks, shrunk by the steps since then. The latest of these is not
+        # shrunk yet.
         shrunk = power((block[:, None] - block[None] - 1) * size + 1) / self.b1
         before = times("bc,cn->bn", shrunk, sums[:, -1])
         sums = sums + power(i + 1)[None, :, None] * before[:, None]
@@ -248,7 +251,7 @@ def _log(base: float) -> float:
 
 
 def _places(count: int) -> np.ndarray:
-    """Chebyshev points; the last one is repeated as padding."""
+    """Chebyshev nodes; the last one is repeated as padding."""
     points = np.cos((np.arange(count) + 0.5) * np.pi / count)
     return np.pad(points, (0, _MANY - count), mode="edge")
 
