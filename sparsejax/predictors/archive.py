@@ -50,7 +50,7 @@ from sparsejax.mesh import processes
 from sparsejax.predictors.signature import Array
 from sparsejax.whole_files import check_writable, opened_regular, whole_file
 
-# Limits on the sizes that a file may state, far above those that `save` writes.
+# Most bytes of settings and of a program in a file, far more than `save` writes.
 MOST_SETTINGS, _MOST_PROGRAM = 2**20, 2**24
 _PIECE = 2**24  # bytes that are read at a time
 
@@ -95,7 +95,8 @@ def save(
         try:
             _write(path, documents, programs, parts, others)
         except Exception:
-            # the other processes iterate too, and wait for the first one
+            # All processes take the same number of pieces together, so the rest is taken here;
+            # otherwise the other processes would wait for this one.
             _take_all(parts)
             raise
 
@@ -130,7 +131,7 @@ def _write(path, documents, programs, parts, others) -> None:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    # As bytes, because the buffer protocol does not support bfloat16.
+    # The array is viewed as bytes, because the buffer protocol does not support bfloat16.
     array = np.ascontiguousarray(array)
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
@@ -165,7 +166,7 @@ def opened(path: str | os.PathLike[str]) -> Generator[io.BufferedReader]:
                 for older in folder.glob(f"{address}-*"):
                     older.unlink(missing_ok=True)
                 place.fetch(copy)
-            # A process that has opened the copy can read it even after a newer copy replaces it.
+            # An open copy stays readable, even after a newer copy has replaced it.
             file = stack.enter_context(open(copy, "rb"))
         yield file
 
@@ -182,7 +183,7 @@ def reading(path: str | os.PathLike[str]) -> Generator[None]:
         yield
     except MemoryError:
         raise
-    # A damaged file can raise many kinds of exceptions, six in zipfile alone.
+    # Damaged files raise many kinds of exceptions, six by zipfile alone.
     except Exception as error:
         text = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
@@ -364,7 +365,7 @@ def read_part(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
 
 
 def _pieces(archive: zipfile.ZipFile, name: str, most: int) -> Iterator[bytes]:
-    """The content that `read_part` returns, in pieces."""
+    """Yields the content that `read_part` returns, in pieces."""
     found = archive.getinfo(name)
     if found.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(
@@ -377,7 +378,7 @@ def _pieces(archive: zipfile.ZipFile, name: str, most: int) -> Iterator[bytes]:
     if not is_packed and found.compress_size != found.file_size:
         raise ValueError(f"{name} states two sizes")
     with archive.open(found) as part:
-        # In one read, all of it would be decompressed before it is cut to the stated size.
+        # A single read would decompress the whole part, even beyond the stated size.
         left = found.file_size
         while left and (piece := part.read(min(left, _PIECE))):
             yield piece

@@ -123,7 +123,7 @@ def _indexed(
     content: Content,
     is_base: bool,
 ) -> tuple[Index, np.ndarray]:
-    """Applies changes to an index; returns it and the row numbers of the changed ids."""
+    """Applies changes to an index. Returns the new index, and row numbers of changed ids."""
     layout = layout_of(stack, index.used)
     known = index_edits.rows_of(
         layout, place, np.asarray(index.used), np.asarray(index.keys)
@@ -141,9 +141,9 @@ def _indexed(
 
 
 def _written(kernel: jax.Array, rows: np.ndarray, values: np.ndarray) -> jax.Array:
-    """A copy of a kernel in which some rows are replaced."""
+    """A copy of a kernel in which the given rows are replaced."""
     for number, (at, data) in enumerate(index_edits.blocks(rows, values)):
-        # Running programs read the first kernel, so only copies may be donated.
+        # Running programs may still read the original kernel, so only copies of it are donated.
         kernel = _write(number > 0)(kernel, at, data)
     return kernel
 

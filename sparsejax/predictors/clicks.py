@@ -105,7 +105,7 @@ class Clicks:
         found = np.empty(
             (len(dense), *([len(self.labels)] * bool(self.labels))), np.float32
         )
-        # All examples use the same weights, even if new weights arrive meanwhile.
+        # New weights may arrive during the batches, but all examples must use equal weights.
         programs = self.programs.steady()
         batches = programs.batches(len(dense))
         results = [
@@ -169,7 +169,7 @@ class Clicks:
         return [dense, *(_packed(stack, 1, checked, 0) for stack in self.stacks)]
 
     def _known_id(self, stack: ClickStack, first: int) -> np.ndarray:
-        """An id that has a row in a dynamic table, or 0 if there is none."""
+        """An id that has a row in a dynamic table; 0 if the table is empty."""
         signature = self.programs.signature
         assert signature is not None
         places = {each.name: i for i, each in enumerate(signature.weights)}
@@ -216,7 +216,7 @@ class Clicks:
         return {f.name for stack in self.stacks for f in stack.features}
 
     def _checked(self, ids: Mapping[str, Ids], rows: int) -> dict[str, Ids]:
-        """Checks the ids of each feature; returns those of dynamic tables as `WideIds`.
+        """Checks the ids of each feature, and converts ids of dynamic tables to `WideIds`.
 
         Raises:
           TypeError: ids have an unsupported type.
@@ -265,7 +265,7 @@ class Clicks:
         ids: Mapping[str, Ids],
         first: int = 0,
     ) -> jax.Array:
-        """Starts computing the logits of a batch. `first` is the number of its first example."""
+        """Starts to compute the logits of a batch. `first` is the number of its first example."""
         packed = [_packed(stack, size, ids, first) for stack in self.stacks]
         room = self.room(size, max(len(entries.indices) for entries in packed))
         (found,) = programs.run(size, [dense, *packed], room)
@@ -278,7 +278,7 @@ def _check_schema(
     stacks: Sequence[ClickStack],
     vocabularies: Mapping[str, Names],
 ) -> None:
-    """Raises ValueError unless the ids of the schema match the tables."""
+    """Raises ValueError if the ids of the schema do not match the tables."""
     known = vocabularies_of(schema).keys()
     if known != vocabularies.keys() or len(schema.dense) != num_dense:
         raise ValueError("the schema does not fit the vocabularies or num_dense")
@@ -312,7 +312,7 @@ def _rows(ids: Ids, part: slice) -> Ids:
 
 
 def _wide(name: str, ids: Any, rows: int) -> WideIds:
-    """Converts the ids of a dynamic table to `WideIds` on the host."""
+    """Converts ids of a dynamic table to `WideIds` on the host."""
     try:
         found = ids if isinstance(ids, WideIds) else WideIds.of(ids)
     except (TypeError, ValueError) as error:
@@ -332,7 +332,7 @@ def _wide(name: str, ids: Any, rows: int) -> WideIds:
 def _packed(
     stack: ClickStack, rows: int, ids: Mapping[str, Ids], first: int
 ) -> Entries:
-    """Row numbers of the stack for each bag, as the entries of a matrix."""
+    """Sparse matrix with a row for each bag; its columns are row numbers or ids of the stack."""
     bags, places = [], []
     for feature in stack.features:
         example, position, found = _entries(ids[feature.name])
@@ -372,7 +372,7 @@ def _packed(
 
 
 def _entries(ids: Ids) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each id that is not missing: its example, its position in the list, and the id."""
+    """Numbers of examples, positions in their lists, and ids, of all ids that are not missing."""
     if isinstance(ids, CSR):
         indptr = np.asarray(ids.indptr)
         example = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))

@@ -131,7 +131,7 @@ def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
 
 
 def _arrays_of(signature: Signature) -> tuple[Array, ...]:
-    """All arrays in a file: the weights, and kernels to compute vectors of new items."""
+    """All arrays in a file: the weights, and kernels that compute vectors of new items."""
     new = signature.new_items
     return (*signature.weights, *(() if new is None else new.arrays))
 
@@ -139,7 +139,7 @@ def _arrays_of(signature: Signature) -> tuple[Array, ...]:
 def _answer_in(
     parts: zipfile.ZipFile, signature: Signature, length: int
 ) -> StoredAnswer | None:
-    """The example with its answer that a file contains, or None."""
+    """The stored example with its answer; None if the file contains none."""
     if ANSWER not in parts.namelist():
         return None
     document = archive.read_json(parts, ANSWER, length)
@@ -180,6 +180,6 @@ def read_signature(
     known |= {f"programs/{rows}" for rows in signature.rows}
     known |= {f"weights/{number}" for number, _ in enumerate(_arrays_of(signature))}
     counts = names.counts(parts, length)
-    # Unknown parts are rejected before they are decompressed, so they need no size limit.
+    # Unknown parts are rejected before any part is decompressed, so they need no size limit.
     archive.check_names(parts, known | names.part_names(counts))
     return signature, names.read(parts, counts, length)

@@ -84,15 +84,13 @@ class Ordered(Items):
 
     @property
     def _length(self) -> int:
-        """Number of items of a history that the model reads."""
+        """Number of the last items of a history that the model reads."""
         assert isinstance(self.num_features, Mapping)
         return cast(jax.ShapeDtypeStruct, self.num_features[HISTORIES]).shape[0]
 
     @functools.cached_property
     def _shapes(self) -> EventShapes | None:
-        """The event columns that the model reads, with the shape of a single event's value in
-        each.
-        """
+        """For each event column that the model reads, the shape of an event's value."""
         if self.events is None and self.users is None:
             return None
         assert isinstance(self.num_features, Mapping)
@@ -107,7 +105,7 @@ class Ordered(Items):
         ids = some_of(self.num_read)
         ordered = Histories(np.array([0, len(ids)]), ids, _HOUR * np.arange(len(ids)))
         arrays = arrays_of(ordered, self._length, times=self.reads_times)
-        # Ids 0 and 1, for a missing and an unknown category, are valid in every column.
+        # The ids 0 (missing) and 1 (unknown category) are valid in each column.
         pairs = zip(self.programs.inputs, super().example(), strict=True)
         return [arrays.get(like.name or "", other) for like, other in pairs]
 
@@ -211,7 +209,7 @@ class Ordered(Items):
     def _columns_of_events(
         self, events: Events, lists: NameLists, given: Mapping[str, Any]
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Event columns of the known items, and the number of unknown categories in each row."""
+        """Event columns of the known items, and each row's number of unknown categories."""
         used, rows = events.schema.used, len(lists.indptr) - 1
         if not len(lists.names):
             return dict(events.columns), np.zeros(rows, np.int64)
@@ -248,7 +246,7 @@ class Ordered(Items):
         places = {each.name: i for i, each in enumerate(inputs)}
         ids = found[places[HISTORIES]]
         unread = (ids < 0) | (ids >= self.num_read)
-        # Moves the events of known items to the front, as if the others were not there.
+        # The events of known items are moved to the front; the other events become padding.
         order = np.argsort(unread, axis=1, kind="stable")
         nothing = {HISTORIES: -1, TIMES: 0}
         for name, shape in (self._shapes or {}).items():
@@ -280,7 +278,7 @@ class Ordered(Items):
 
 
 def _shapes_in(features: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The event columns among the inputs, with the shape of a single event's value in each."""
+    """For each event column among the inputs, the shape of an event's value."""
     found: dict[str, tuple[int, ...]] = {}
     for name, like in features.items():
         shape = like.shape if isinstance(like, jax.ShapeDtypeStruct) else ()
@@ -311,7 +309,7 @@ def _columns_in(
     shapes: Mapping[str, tuple[int, ...]],
     vocabularies: Mapping[str, NameTable],
 ) -> Events | None:
-    """Event or user columns of a file, without rows; None if the file has none.
+    """Event or user columns that a file states, without rows; None if it states none.
 
     Raises:
       ValueError: schema, inputs and categories do not match each other.
@@ -346,7 +344,7 @@ def columns_read(events: Events | None, users: Events | None) -> list[str]:
 
 
 def _has_events(histories: Sequence[Any]) -> bool:
-    """Whether the first history that is not empty consists of event objects."""
+    """Whether histories consist of event objects: the first history that is not empty decides."""
     first = next((part for part in histories if isinstance(part, Mapping) or part), "")
     if isinstance(first, list | tuple):
         first = first[0]
@@ -379,7 +377,7 @@ def _parts_of(
 
 
 def _fall(times: Sequence[Sequence[Any]]) -> bool:
-    """Whether a time is before that of the event before it, of events that have times."""
+    """Whether some event is earlier than the event before it; False if times are missing."""
     try:
         pairs = (pair for each in times for pair in itertools.pairwise(each))
         return any(after < before for before, after in pairs)
@@ -388,9 +386,7 @@ def _fall(times: Sequence[Sequence[Any]]) -> bool:
 
 
 def _of_records(begin: str, records: Any) -> dict[str, Any]:
-    """The columns in a dict, or in a list of one dict per history, named by `begin` and their
-    key.
-    """
+    """Columns from a dict, or from a list with a dict for each history; `begin` precedes names."""
     if records is None:
         return {}
     if isinstance(records, list | tuple):
@@ -399,7 +395,7 @@ def _of_records(begin: str, records: Any) -> dict[str, Any]:
 
 
 def _unknown_in(events: Events, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Number of rare or unknown categories of each event, or of each history."""
+    """The number of rare or unknown categories in each event or each history."""
     found = [
         (column == RARE).sum(axis=tuple(range(1, column.ndim)))
         for name, column in columns.items()

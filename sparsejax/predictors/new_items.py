@@ -22,7 +22,7 @@ from sparsejax.predictors.signature import LABEL, Array, NewItems, Signature
 from sparsejax.sparse import unit_rows
 
 TAGS = "tags"  # the list of tag names in a file
-# A vector with a smaller norm counts as zero, as in the model's layer.
+# Vectors with a smaller norm are divided by this norm, as in the model's layer.
 _MIN_NORM = 1e-6
 
 
@@ -117,7 +117,7 @@ def chosen(content: Content, features: ItemFeatures, known: Names) -> ItemFeatur
             f"the predictor has all of these {len(names):,} items; give the content of new "
             "ones"
         )
-    # Spelled as in the predictor.
+    # The names are spelled as in the predictor's vocabulary.
     features = dataclasses.replace(features, item_names=names)
     some = features.align(new).like(content.known)
     empty = some.is_empty
@@ -155,14 +155,14 @@ def extended(
     kernel, *others = (weights[at] for at in signature.layer_places)
     count, total = features.num_items, len(known) + features.num_items
     vectors = content.vectors_of(features, kernel.dtype)
-    # The norm is computed from the dtype of the products, as in the layer.
+    # The layer computes norms of vectors that are rounded to the dtype of the products, too.
     norms = np.maximum(np.linalg.norm(vectors.astype(np.float32), axis=1), _MIN_NORM)
     factors = np.ones(count, np.float32)
     if content.stated.temperature is not None:
         factors = (1 / (norms * content.stated.temperature)).astype(np.float32)
     if more := kernel.shape[1] - vectors.shape[1]:
-        # The linear part has no scores for a new item. A kernel that includes this part has no
-        # scale.
+        # The linear part has no scores for a new item. If the kernel contains the linear part, it
+        # has no separate scale.
         scaled = vectors.astype(np.float32) * factors[:, None]
         vectors = np.pad(scaled, ((0, 0), (0, more))).astype(kernel.dtype)
         factors = np.ones(count, np.float32)
@@ -202,7 +202,7 @@ def extended(
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _longer(array: jax.Array, rows: jax.Array, known: int, room: int) -> jax.Array:
-    """The first `known` rows of an array, then new rows, padded with zeros to `room` rows."""
+    """The first `known` rows of an array, then the new rows, then zeros up to `room` rows."""
     rest = room - known - len(rows)
     joined = jnp.concatenate([array[:known], rows])
     return jnp.pad(joined, ((0, rest), *((0, 0),) * (array.ndim - 1)))

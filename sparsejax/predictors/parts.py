@@ -40,7 +40,7 @@ from sparsejax.predictors.files import load_same_predictor, predictor_identity
 from sparsejax.predictors.predictor import Predictor
 
 _VERSION = 1
-# Readers of Parquet folders skip names that begin with an underscore.
+# The name begins with an underscore, because readers of Parquet folders skip such names.
 _MANIFEST = "_manifest.json"
 _KEY = b"sparsejax.recommendations"
 _SHOWN = 10  # maximum of numbers of missing parts in a message
@@ -206,7 +206,8 @@ class Parts:
                 file,
                 schema,
                 compression="zstd",
-                # Values of other columns rarely repeat: a dictionary would cost time and space.
+                # Values of the other columns rarely repeat, so dictionaries would only cost time
+                # and space.
                 use_dictionary=["items.list.element"],
                 write_page_checksum=True,
             ) as writer,
@@ -245,7 +246,7 @@ class Parts:
             file.write(text.encode())
 
     def _stated(self, part: int) -> _Written:
-        """The manifest's record of a part."""
+        """The entry of a part in the manifest."""
         rows = sum(group.rows for group in self.groups(part))
         return _Written(self._name(part), self._place(part).size(), rows)
 
@@ -269,7 +270,7 @@ class Parts:
             )
 
     def _check_out(self) -> None:
-        """Raises ValueError if the folder contains parts of another prediction."""
+        """Raises ValueError if the output folder contains parts of another prediction."""
         names = [n for n in self.out.names() if n.startswith("part-")]
         others = [n for n in names if not n.startswith(f"part-{self.identity}-")]
         if others:
@@ -282,10 +283,10 @@ class Parts:
     def _write_groups(
         self, groups: Iterable[Group], predictor: Predictor, writer: pq.ParquetWriter
     ) -> None:
-        """Writes the recommendations for row groups, in order.
+        """Writes recommendations for row groups, in their order.
 
-        While the device processes a group, a thread writes the previous one and reads the next
-        one. So at most three groups are in memory.
+        While the device computes a group, a thread writes the previous group and reads the next.
+        So at most three groups are in memory.
         """
         items, _ = _names_of(predictor)
 
@@ -312,7 +313,7 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """The manifest's record of a part's file."""
+    """The entry of a part's file in the manifest."""
 
     path: str
     size: int | None
@@ -340,7 +341,7 @@ _SCHEMA = pa.schema(
 )
 
 
-# Cached as long as the predictor exists, as a process may write many small parts.
+# A cache by predictor: a process may write many small parts with one predictor.
 _named: weakref.WeakKeyDictionary[Predictor, tuple[pa.LargeStringArray, str]] = (
     weakref.WeakKeyDictionary()
 )
@@ -358,7 +359,7 @@ def _names_of(predictor: Predictor) -> tuple[pa.LargeStringArray, str]:
 def _table(
     rows: Entries, found: Recommendations, items: pa.LargeStringArray
 ) -> pa.Table:
-    """The recommendations for some rows; `items` are the names of all items."""
+    """A table of the recommendations for some rows. `items` are the names of all items."""
     is_item = found.ids >= 0
     ends = arrow.from_numbers(offsets(is_item.sum(axis=1)))
     names = items.take(arrow.from_numbers(found.ids[is_item]))

@@ -27,7 +27,7 @@ from sparsejax.predictors.stored_answer import StoredAnswer
 from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
 
-# Attributes that only predictors of some kinds have.
+# Attributes that a predictor has only for some kinds of models.
 _FACTS = {
     *("k", "num_features", "num_items", "items", "events", "users"),
     *("num_dense", "schema", "vocabularies", "requests"),
@@ -463,11 +463,11 @@ class Predictor:
             links = change_folders.chain(folder, self.taken.last)
             if links:
                 weights = self.weights
-                # Replaced in one operation: a program that starts meanwhile reads either the old
-                # or new weights.
+                # The list is assigned in one operation: a program that starts meanwhile reads
+                # either all old or all new weights.
                 weights[:] = changed_weights(self.signature, weights, links)
                 self.taken.last = links[-1].changes
-            # the first change in a folder is a complete base
+            # `last` is set now: the first change in a folder is a complete base.
             assert self.taken.last is not None
             return self.taken.last
 
@@ -487,7 +487,7 @@ class Predictor:
         self._method("warm_up")(rows=rows, max_items=max_items)
 
     def _method(self, name: str) -> Callable[..., Any]:
-        """The function of the predictor's kind that implements a method."""
+        """The implementation of a method for the predictor's kind of model."""
         archive.check_process()
         found = getattr(self.model, name, None)
         if found is None:

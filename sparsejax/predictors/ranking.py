@@ -39,7 +39,7 @@ from sparsejax.sparse import CSR, host_rows
 
 Numbers = Sequence[Sequence[float]] | Sequence[np.ndarray]
 
-# Capacity: this many entries for each row, and at least this many in total.
+# The least capacity for entries: so many for each row, and so many for all rows together.
 _ENTRIES, _LEAST_ENTRIES = 64, 256
 _NO_PLACES = np.empty(0, np.int64)
 NOTHING = CSR(None, np.empty(0, np.int32), np.zeros(1, np.int32), num_cols=1)
@@ -388,11 +388,11 @@ class Items:
         return Places(self.table.index)
 
     def _excluded(self, exclude: Any, inputs: Any) -> Any:
-        """Converts the argument `exclude`, given the argument `inputs`."""
+        """Converts the argument `exclude` of a call whose argument `inputs` is also given."""
         return exclude
 
     def _inputs(self, inputs: Any) -> Inputs:
-        """Converts the argument `inputs`."""
+        """Converts the argument `inputs` of a call."""
         if hasattr(inputs, "to_sparse"):
             raise ValueError(
                 "this predictor is not of a model of histories; pass data.to_sparse()"
@@ -402,10 +402,10 @@ class Items:
     def _columns_of(
         self, lists: NameLists, columns: Mapping[str, Any] | None
     ) -> Beside | None:
-        """The event columns of histories.
+        """The event columns of histories; None if there are none.
 
         Raises:
-          ValueError: the model does not read such columns.
+          ValueError: columns are given, but the model reads none.
         """
         if columns is not None:
             raise ValueError("the predictor reads no columns of events; leave them out")
@@ -414,11 +414,11 @@ class Items:
     def _shown(
         self, known: Known, matrix: CSR, times: np.ndarray | None, beside: Beside | None
     ) -> Inputs:
-        """Converts histories of known items to inputs."""
+        """Converts the known items of histories to the inputs of the model."""
         return Inputs({"inputs": NamedCSR("histories", matrix)}, alone=True)
 
     def _check_names_suffice(self, times: object) -> None:
-        """Raises ValueError unless names, with times if given, are all that the model reads."""
+        """Raises ValueError if the model reads more than names, and times if these are given."""
         if times is not None:
             raise ValueError("the predictor reads no times; leave out times")
         if isinstance(self.num_features, Mapping):
@@ -433,7 +433,7 @@ class Items:
             )
 
     def _known_of(self, lists: NameLists) -> Known:
-        """The item numbers of the known names of each history, in order."""
+        """Item numbers of the known names of each history, in the order of the names."""
         if lists.numbers is not None:
             numbers = lists.numbers.astype(np.int64)
         else:
@@ -447,7 +447,7 @@ class Items:
     def _times_of(
         self, histories: Sequence[Sequence[str]], times: Numbers
     ) -> np.ndarray:
-        """The times of the known items of all histories, concatenated."""
+        """Times of the known items of all histories, in one array."""
         if isinstance(times, str) or len(times) != len(histories):
             raise ValueError(
                 f"there are {len(histories):,} histories, and times of {len(times):,}"
@@ -474,7 +474,7 @@ class Items:
         values: Numbers,
         known: Known,
     ) -> np.ndarray:
-        """The values of the known items, in the order of the entries of `_matrix_of`."""
+        """Values of the known items, in the order of the entries of `_matrix_of`."""
         columns, found = self._columns, []
         counts = np.diff(known.indptr).tolist()
         for names, given, count in zip(histories, values, counts, strict=True):
@@ -494,14 +494,14 @@ class Items:
         return np.array(found, np.float32)
 
     def _matrix_of(self, *known: Known, rows: int | None = None) -> CSR:
-        """`[histories, num_items]` indicator matrix: items that a history has in any of `known`.
+        """Indicator matrix `[histories, num_items]` of the items that are in any of `known`.
 
         Args:
-          known: one or more lists of histories.
-          rows: number of histories; by default that of the first list.
+          known: item numbers of histories. If several are given, their rows are merged.
+          rows: number of histories; by default that of the first of `known`.
         """
         rows = len(known[0].indptr) - 1 if rows is None else rows
-        # most requests have one row, for which a few calls of NumPy cost much
+        # Most requests have one row, for which each call of NumPy counts.
         if rows == 1:
             firsts, keys = [], [each.numbers for each in known]
         else:
@@ -509,7 +509,7 @@ class Items:
             pairs = zip(firsts, known, strict=True)
             keys = [first + each.numbers for first, each in pairs]
         places = keys[0] if len(keys) == 1 else np.concatenate([_NO_PLACES, *keys])
-        # Sorting here is several times as fast as np.unique.
+        # np.unique would take several times as long as this sort.
         places = np.sort(places)
         is_again = places[1:] == places[:-1]
         has_again = is_again.any()
@@ -522,11 +522,11 @@ class Items:
         else:
             indptr = np.searchsorted(places, np.arange(rows + 1) * self.num_items)
             indices = (places % self.num_items).astype(np.int32)
-        # Not validated, as the construction above makes a valid CSR.
+        # The CSR is valid by construction, so it is made without validation.
         return CSR.tree_unflatten(self.num_items, (None, indices, indptr, None))
 
     def _without(self, matrix: CSR, unwanted: CSR) -> CSR:
-        """A result of `_matrix_of`, from which the entries of another one are removed."""
+        """The entries of `matrix` that are not in `unwanted`; both are results of `_matrix_of`."""
         keys, others = (
             np.repeat(np.arange(each.num_rows), np.diff(each.indptr)) * self.num_items
             + each.indices
@@ -586,7 +586,7 @@ class Items:
         return collect(x, k, counts, results())
 
     def _matrices(self, shown: Inputs) -> list[Any]:
-        """Lists the inputs in the order of the programs, without the excluded items."""
+        """The inputs in the order of the programs' inputs, without the excluded items."""
         *inputs, _ = self.programs.inputs
         found = [shown.parts[each.name or "inputs"].matrix for each in inputs]
         if self.num_read == self.num_items:
@@ -598,7 +598,7 @@ class Items:
         ]
 
     def _read(self, matrix: Any) -> CSR:
-        """Removes the columns of items that the programs do not know."""
+        """Removes columns of items that are new and that the programs do not read."""
         kept = matrix.indices < self.num_read
         before = np.concatenate([[0], np.cumsum(kept)])
         data = None if matrix.data is None else matrix.data[kept]
@@ -607,9 +607,7 @@ class Items:
 
 
 def _lengths(indptr: np.ndarray) -> np.ndarray:
-    """The number of entries of each row. For a few rows, `np.diff` would take five times as
-    long.
-    """
+    """The number of entries in each row. `np.diff` takes five times as long for a few rows."""
     return indptr[1:] - indptr[:-1]
 
 
@@ -619,11 +617,11 @@ def some_of(count: int) -> np.ndarray:
 
 
 def _example_of(like: Array) -> Rows:
-    """An example row of an input."""
+    """An example of a row, for an input."""
     if like.sparse:
         ids = some_of(like.shape[-1])
         return Entries(None, ids, np.array([0, len(ids)]))
-    # for integers, these become 0 or 1
+    # An integer dtype rounds these numbers to 0 or 1.
     numbers = np.linspace(0, 1, math.prod(like.shape))
     return numbers.reshape(1, *like.shape).astype(like.like.dtype)
 
@@ -642,7 +640,7 @@ def _on_host(inputs: Inputs) -> Inputs:
 
 
 def _part_on_host(part: NamedCSR) -> NamedCSR:
-    """Copies an input to the host, as NumPy arrays. A matrix from the device is validated."""
+    """Copies an input to NumPy arrays on the host. A matrix from the device is validated."""
     matrix = part.matrix
     if isinstance(matrix.indices, np.ndarray):
         return part

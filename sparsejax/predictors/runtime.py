@@ -25,11 +25,10 @@ from sparsejax.ops.top_k import top_k
 from sparsejax.predictors.signature import Array, Signature
 from sparsejax.sparse import CSR
 
-# Programs exist for 1, 8, 64, ... rows. So few are compiled, and a request that fills less than
-# half of a program uses smaller ones.
+# Programs are compiled for 1, 8, 64, ... rows. These are few, and a request that fills less than
+# half of a program runs by smaller programs.
 _ROWS_STEP = 8
-# Capacities for entries are multiplied by 4 from one to the next. Each unused entry costs a few
-# nanoseconds.
+# Each capacity for entries is 4 times the previous one. An unused entry costs a few nanoseconds.
 _ROOM_STEP = 4
 
 
@@ -116,13 +115,14 @@ class Programs:
         """
         own = len(signature.weights)
         on_device = jax.device_put(list(weights))
-        # Other programs with these weights may have made these arrays: then they are shared.
+        # If `weights` already contains these arrays, other programs have made them, and they are
+        # shared.
         on_device[own:] = coarse_items(signature, on_device)
         coarse = len(on_device) > own
         if denies:
-            # without a layer, nothing can be excluded
+            # `denies` is given only for a predictor whose file states the layer.
             assert signature.layer is not None
-            # The kernel may be padded with rows beyond the items.
+            # The kernel may have more rows than there are items, as padding.
             rows = len(on_device[signature.layer.kernel])
             on_device.append(_denied(rows, np.empty(0, np.int32)))
 
@@ -168,7 +168,7 @@ class Programs:
           items: ids of the items.
         """
         assert self.denies
-        # Compiled programs and `only` hold this list, too, so it is changed in place.
+        # The list is changed in place, because compiled programs and `only` refer to it, too.
         self.weights[-1] = _denied(len(self.weights[-1]), items)
 
     @property
@@ -211,7 +211,7 @@ class Programs:
         arguments = self.arguments(size, given, room)
         with without_mesh():  # programs run on one device
             found = self.by_rows[size](self.weights, arguments)
-        # Only `serving.engine` uses the last output of `tells_of_passes`.
+        # If `tells_of_passes`, there is one more output, which only `serving.engine` uses.
         return found[: len(found) - self.tells_of_passes]
 
     def arguments(self, size: int, given: Sequence[Rows], room: int) -> list[Any]:
@@ -286,7 +286,7 @@ def apart(given: Any, likes: Sequence[Any]) -> list[Any]:
 
 
 def _are_words(arrays: Iterable[Any]) -> bool:
-    """Whether each element of all arrays has four bytes."""
+    """Whether all arrays have elements of four bytes."""
     return all(np.dtype(each.dtype).itemsize == 4 for each in arrays)
 
 
@@ -296,7 +296,7 @@ def _by_rows(
     best: _Best,
     denies: bool,
 ) -> dict[int, Any]:
-    """Makes `Programs.by_rows`."""
+    """Makes `Programs.by_rows`: a jitted program for each number of rows."""
     with without_mesh():  # programs run on one device
         options = dict(gpu_options()) or None
     return {
@@ -330,14 +330,14 @@ def coarse_items(signature: Signature, weights: Sequence[jax.Array]) -> list[jax
 
 
 def _denied(rows: int, items: np.ndarray) -> jax.Array:
-    """A bias that excludes items: -inf for `items`, 0 for others, whose scores are unchanged."""
+    """A bias that excludes items: -inf for `items`, and 0 for all others."""
     bias = np.zeros(rows, np.float32)
     bias[items] = -np.inf
     return jax.device_put(bias)
 
 
 class _Layer(NamedTuple):
-    """Arrays of an output layer, see `sparsejax.top_k` and `coarse_top_k`."""
+    """Arrays and precision of an output layer, as in `sparsejax.top_k` and `coarse_top_k`."""
 
     kernel: jax.Array
     bias: jax.Array | None
@@ -346,15 +346,16 @@ class _Layer(NamedTuple):
     coarse: CoarseItems | None
 
 
-# Function of row vectors, the layer, a matrix of items, and k; returns ids and scores of the `k`
-# best items. With int8 items it also returns whether all other items were read.
+# Function of row vectors, an output layer, a matrix of items, and k. It returns ids and scores of
+# the `k` best items. With int8 items it also returns whether the scores of all items were
+# computed.
 _Best = Callable[[jax.Array, _Layer, CSR, int], tuple[jax.Array, ...]]
 
 
 def _best_of_all(
     h: jax.Array, layer: _Layer, exclude: CSR, k: int
 ) -> tuple[jax.Array, ...]:
-    """The best items among those that are not in the matrix."""
+    """The `k` best items of each row that are not in the matrix `exclude`."""
     options = {"bias": layer.bias, "scale": layer.scale, "precision": layer.precision}
     best: Callable[..., tuple[jax.Array, ...]] = top_k
     if layer.coarse is not None:
@@ -366,9 +367,7 @@ def _best_of_all(
 def _best_of_some(
     h: jax.Array, layer: _Layer, only: CSR, k: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The best items among those in the matrix; ids are sorted, so that ties go to the lower
-    id.
-    """
+    """The `k` best items of each row that are in the matrix `only`. The lower id wins a tie."""
     ids, rows = jnp.asarray(only.indices), only.row_ids()
     inside = jnp.arange(len(ids)) < only.indptr[-1]
     dtype = accumulator(h.dtype)
@@ -378,7 +377,7 @@ def _best_of_some(
         scores *= layer.scale[ids]
     if layer.bias is not None:
         scores += layer.bias[ids]
-    # NaN ranks first, so that callers find it.
+    # NaN ranks first, so that the caller notices it.
     order = jnp.where(jnp.isnan(scores), -jnp.inf, -scores)
     rows = jnp.where(inside, rows, len(h))
     _, _, ids, scores = lax.sort((rows, order, ids, scores), num_keys=3)
@@ -392,7 +391,7 @@ def _best_of_some(
 def _whole(
     signature: Signature, program: export.Exported, best: _Best, denies: bool
 ) -> Callable[..., Any]:
-    """A program, followed by the output layer if the file stores that separately."""
+    """Adds the output layer to a program, if the file stores the layer separately."""
     stated = signature.layer
     if stated is None:
         return program.call
@@ -427,7 +426,7 @@ def _whole(
 
 
 def _argument(like: Array, given: Rows, rows: int, room: int) -> Any:
-    """Converts rows of an input to the dtype of the program, padded with empty rows."""
+    """Converts rows of an input to the program's dtype, and pads them with empty rows."""
     if isinstance(given, np.ndarray):
         return _padded(given.astype(like.dtype, copy=False), rows, like.dtype)
     ends = np.asarray(given.indptr)

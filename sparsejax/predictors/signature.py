@@ -42,7 +42,7 @@ KINDS = {
 }
 LABEL = "the signature"  # name of the signature in messages
 Platform = Literal["cpu", "cuda"]
-# platforms that programs are compiled for
+# Platforms for which programs are lowered.
 PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda")
 
 _MOST_PROGRAMS = 64  # far above the number in `sizes_of_programs`
@@ -55,7 +55,7 @@ _OF_ENTRIES = "float32", "uint32", None
 
 
 def _check_sizes(sizes: Sequence[int], least: int) -> None:
-    """Raises ValueError unless sizes fit in int32 and are at least `least`."""
+    """Raises ValueError if a size is less than `least`, or exceeds int32."""
     if not all(least <= size < 2**31 for size in sizes):
         raise ValueError(f"a size of {[*sizes]}; expected {least} or more, below 2^31")
 

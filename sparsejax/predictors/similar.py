@@ -66,10 +66,10 @@ def similar_programs(signature: Signature, programs: Programs) -> Programs:
 @jax.jit
 @promoting()
 def _scale_and_bias(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The inverse norm of each vector; and a bias of -inf for vectors that are not finite."""
+    """The inverse norm of each vector, and a bias that is -inf for vectors that are not finite."""
     largest = jnp.max(jnp.abs(kernel).astype(jnp.float32), axis=1)
     finite = jnp.isfinite(largest)
-    # Divided by the largest number first, so that no square overflows or underflows float32.
+    # Vectors are divided by their largest number, so that squares neither overflow nor underflow.
     unit = jnp.where(finite & (largest > 0), largest, 1)
     norm = jnp.linalg.norm(kernel.astype(jnp.float32) / unit[:, None], axis=1) * unit
     scale = jnp.where(finite & (norm > 0), 1 / norm, 0)

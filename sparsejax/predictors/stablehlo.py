@@ -36,11 +36,11 @@ from sparsejax.predictors.signature import Array, Signature
 
 _BYTECODE = b"ML\xefR"  # the first bytes of bytecode; MLIR would also accept text
 
-# Custom calls that the compiler replaces by its own operations. Others are rejected: a custom call
-# executes whatever is registered under its name, for example a callback into Python.
+# Allowed custom calls: the compiler replaces them by its own operations. Any other custom call
+# could execute the code that is registered under its name, such as a callback into Python.
 _CUSTOM_CALLS = {"shape_assertion", "stablehlo.dynamic_reduce_window"}
 _DIALECTS = {"builtin", "chlo", "func", "stablehlo"}
-# Operations that communicate with another device or the host.
+# Operations that communicate with other devices or with the host.
 _EXCHANGES = {
     f"stablehlo.{name}"
     for name in (
@@ -98,7 +98,7 @@ def program(
     """
     jitted = _jitted(signature, function)
     with without_mesh():  # programs run on one device
-        # raises errors of the function
+        # Errors of the function itself are raised here, and stay as they are.
         traced = jitted.trace(*arguments(signature, rows))
         with _failures_named(traced.jaxpr):
             exported = _exported(signature, rows, jitted)
@@ -123,7 +123,8 @@ def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
             f"knows {oldest} to {newest}: export it again, or use a newer JAX"
         )
 
-    # All programs with these arguments share one reference. Other fields may not be hashable.
+    # Fields that do not change the type are removed: programs then share the result of `_like`,
+    # and the signature is hashable.
     bare = dataclasses.replace(
         signature,
         stacks=(),
@@ -145,10 +146,10 @@ def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
 
 @functools.lru_cache(maxsize=64)
 def _like(signature: Signature, rows: int, wide: bool) -> export.Exported:
-    """A program with this signature that computes nothing; `wide` enables 64-bit types.
+    """An exported program with this signature that returns zeros; `wide` enables 64-bit types.
 
-    It is cached, because a service loads many versions: JAX's caches keep each function traced for
-    a dynamic number of entries, .6 MB each.
+    It is cached, because a service loads many versions: for each function traced with a dynamic
+    number of entries, JAX would keep .6 MB.
     """
 
     def nothing(*_: Any) -> list[jax.Array]:
@@ -175,9 +176,9 @@ def _exported(signature: Signature, rows: int, jitted: Any) -> export.Exported:
 
 
 def _decomposed(combine: Callable[..., jax.Array], identity: Callable[[Any], Any]):
-    """The lowering of a cumulative operation for all platforms, which JAX uses on a CPU.
+    """JAX's lowering of a cumulative operation on CPUs, for all platforms.
 
-    On a GPU, JAX lowers some of them to custom calls, which a file must not contain.
+    On GPUs, JAX lowers some of these operations to custom calls, which a file must not contain.
     """
 
     def windows(x, *, axis, reverse):
@@ -227,7 +228,7 @@ _DECOMPOSED = (
 
 
 def _with_effects(jaxpr: Any) -> list[str]:
-    """The operations of a traced function that have side effects."""
+    """Names of the operations in a traced function that have side effects."""
     names = []
     for equation in jaxpr.eqns:
         inner = [
@@ -243,12 +244,12 @@ def _with_effects(jaxpr: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _failures_named(jaxpr: Any) -> Generator[None]:
-    """While this context is open, an error of JAX raises ValueError with a one-line message."""
+    """While this context is open, errors of JAX become a ValueError with a message of one line."""
     try:
         yield
     except ValueError:
         raise
-    # JAX and MLIR raise many kinds of exceptions, with messages of many lines.
+    # JAX and MLIR raise many kinds of exceptions, whose messages have many lines.
     except Exception as error:
         text, effects = str(error), _with_effects(jaxpr)
         found = re.search(r"composite.*? name = \"([\w.]+)\"", text)
@@ -262,7 +263,7 @@ def _failures_named(jaxpr: Any) -> Generator[None]:
 
 
 def _without_locations(code: bytes) -> bytes:
-    """A module without the names of source files."""
+    """Removes the names of source files from a module's bytecode."""
     stated = re.match(rb"ML\xefR.StableHLO_v([0-9.]+)\0", code, re.DOTALL)
     assert stated is not None
     with make_ir_context():
@@ -273,7 +274,7 @@ def _without_locations(code: bytes) -> bytes:
 
 
 def _checked_type(code: bytes) -> str:
-    """Checks a module and returns the type of its function.
+    """Checks the bytecode of a module, and returns the type of its function.
 
     Raises:
       ValueError: the module contains an operation that is not allowed in a program.
@@ -312,7 +313,7 @@ def _checked_type(code: bytes) -> str:
 
 
 def _made_by(operation: ir.Operation) -> str:
-    """The JAX operation from which this operation was lowered, if the program states it."""
+    """Text that names the JAX operation that was lowered to an operation; "" if it is unknown."""
     found = re.search(r'^loc\("(?:[^"]*/)?(\w+)"', str(operation.location))
     return f" (of {found[1]})" if found else ""
 

@@ -246,7 +246,7 @@ class Staged(Items):
 
     @functools.cached_property
     def _of_first(self) -> list[str]:
-        """Names of the columns of the first stage in records and requests."""
+        """Names of the first stage's event and user columns in records and requests."""
         read = columns_read(self.requests.events, self.requests.users)
         return [input_name(name) for name in read if name != USERS]
 
@@ -311,7 +311,7 @@ class Staged(Items):
 def _columns_of_first(
     signature: Signature, vocabularies: Mapping[str, NameTable]
 ) -> dict[str, Events | None]:
-    """The columns of events and users that the first stage reads, without rows."""
+    """The event and user columns that the first stage reads, without rows."""
     features = {
         each.name or "": each.like for each in signature.inputs if not each.sparse
     }
@@ -320,7 +320,7 @@ def _columns_of_first(
 
 
 def _of_events(name: str, cells: Sequence[Any], lists: Sequence[Any]) -> list[Any]:
-    """The cells of all events, from a list for each row."""
+    """Concatenates the cells of all rows' events, given as a list for each row."""
     cells = [cell or [] for cell in cells]
     if [*map(len, cells)] != [*map(len, lists)]:
         raise ValueError(

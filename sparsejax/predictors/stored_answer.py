@@ -19,10 +19,10 @@ from sparsejax.predictors.runtime import Entries, Rows
 from sparsejax.predictors.signature import Array, Signature
 
 _LABEL, _VERSION = "the stored answer", 1
-# Tolerance of scores relative to the largest stored one. On CPUs float32 results differ in the
-# last bits, by about 1e-6. A GPU multiplies float32 with 11 bits of precision, and bfloat16 has 8
-# bits on any device: rounding errors of .4 % in each layer. A wrong weight changes scores by about
-# their own size.
+# Allowed difference between a score and the stored score, divided by the largest stored score. On
+# CPUs, float32 results differ by about 1e-6. A GPU multiplies float32 with 11 bits of precision,
+# and bfloat16 has 8 bits on any device: errors of .4 % in each layer. A wrong weight changes
+# scores by about their own size.
 _ON_CPUS, _ELSEWHERE = 1e-3, 5e-2
 _SHOWN = 5  # number of items in a message
 
@@ -71,7 +71,7 @@ class Given:
             ends = [0, len(indices)]
             if len(indptr) != like.bags + 1 or indptr[[0, -1]].tolist() != ends:
                 raise ValueError(f"{like.bags} bags that are not those of the indices")
-            # An index of dtype uint32 is the low word of a 64-bit id.
+            # With dtype uint32, an index is the lower half of a 64-bit id, so any value is valid.
             outside = (indices < 0) | (indices >= like.shape[-1])
             if (np.diff(indptr) < 0).any() or (
                 outside.any() and like.dtype != "uint32"
@@ -178,7 +178,8 @@ class StoredAnswer:
         same = self.platform == jax.default_backend() == "cpu" and not self.narrow
         part = _ON_CPUS if same else _ELSEWHERE
         largest = max(map(abs, self.scores), default=0.0)
-        # clicks: a logit of 0 is a probability of one half
+        # Clicks: logits near 0 are probabilities near one half, so a difference below `part` is
+        # allowed.
         if ids is None or self.ids is None:
             most = part * max(1.0, largest)
             fits = bool(np.all(abs(scores - np.array(self.scores)) <= most))
@@ -202,12 +203,13 @@ class StoredAnswer:
 
 
 def _is_like(found: dict[int, float], stored: dict[int, float], most: float) -> bool:
-    """Whether the best items are equal, apart from ties within `most`."""
+    """Whether lists of best items are equal, apart from scores that differ by at most `most`."""
     if len(found) != len(stored):
         return False
     if any(not abs(found[i] - stored[i]) <= most for i in found.keys() & stored.keys()):
         return False
-    # An item that only one of both lists has must rank just after the last item of the other.
+    # An item in only one list must have, within `most`, no higher score than the other's last
+    # item.
     return all(
         mine[item] <= min(other.values()) + most
         for mine, other in ((found, stored), (stored, found))
@@ -216,7 +218,7 @@ def _is_like(found: dict[int, float], stored: dict[int, float], most: float) -> 
 
 
 def _first_row(outputs: Sequence[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray]:
-    """Ids and scores of the items of the first row, or its logit, or its logits by label."""
+    """Ids and scores of the first row's items. For clicks, None and the first row's logits."""
     if len(outputs) == 1:
         return None, outputs[0][:1].reshape(-1)
     ids, scores = (output[0] for output in outputs[:2])

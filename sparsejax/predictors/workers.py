@@ -29,16 +29,16 @@ from sparsejax import codec, processors
 from sparsejax.predictors.files import Kept
 from sparsejax.predictors.parts import Parts
 
-# Attempts at a part, if the processes that compute it die.
+# How often a part is computed at most, if its process dies.
 _TRIES = 3
-# Settings of JAX that are passed on to the processes.
+# Settings of JAX that child processes get from this process.
 _SHARED = (
     "jax_compilation_cache_dir",
     "jax_compilation_cache_max_size",
     "jax_persistent_cache_min_compile_time_secs",
     "jax_platforms",
 )
-# Errors that a user can correct, by class name. Other errors are bugs.
+# Errors that a user can correct, by the name of their class. Other errors are bugs.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (ArithmeticError, MemoryError, OSError, TypeError, ValueError)
@@ -56,9 +56,9 @@ class Scorer:
           cores: processor cores that it may use, which also bounds its threads.
         """
         environment = dict(os.environ)
-        # The process can import the packages that this process can import.
+        # The child process can import all packages that this process can import.
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        # Otherwise JAX would reserve three quarters of the GPU's memory.
+        # By default JAX would reserve three quarters of the GPU's memory.
         environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         for name in _SHARED:
             value = getattr(jax.config, name)
@@ -66,7 +66,7 @@ class Scorer:
                 environment[name.upper()] = str(value)
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
-        # Cores are restricted before libraries count them.
+        # The cores are restricted before any library counts them.
         start = (
             f"from {processors.__name__} import keep_to; keep_to({sorted(cores)}); "
             f"from {__name__} import serve; serve()"
@@ -77,7 +77,7 @@ class Scorer:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
-            # Ctrl-C is sent only to this process, which then ends the other one.
+            # Only this process receives Ctrl-C. It then ends the child process.
             process_group=0,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -198,7 +198,7 @@ def gpu_addresses() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]
-    # CUDA ignores the rest of the list after a negative number.
+    # CUDA ignores a negative number and all that follow it.
     found = [address.strip() for address in visible.split(",")]
     return [address for address in found if address and not address.startswith("-")]
 
