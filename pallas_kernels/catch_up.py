@@ -1,4 +1,4 @@
-"""Bringing rows of a kernel up to date while GPU programs read them: Mosaic GPU.
+"""Brings rows of a kernel up to date while GPU programs read them: Mosaic GPU.
 
 Under some optimizer rules, rows also change in steps that do not touch them. The change of a
 row by missed steps is a function of its weights, its state, and numbers that depend only on how
@@ -20,7 +20,8 @@ from pallas_kernels.matmul_tiles import numbers
 from pallas_kernels.rounding import of_columns, of_rows, rounded
 from pallas_kernels.teams import Team
 
-# Brings a row up to date: (the row of each array, line of the table, shared numbers) -> new rows.
+# Function that brings a row up to date: (the row of each array, a line of the table, shared
+# numbers) -> new rows.
 CatchUp = Callable[
     [list[jax.Array], Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]
 ]
@@ -113,7 +114,7 @@ class Read(Sequence[jax.Array]):
 
 
 def line_of(table_gmem, lag: jax.Array) -> Read:
-    """The line of the table for a row that has missed `lag` steps."""
+    """Returns the line of the table for a row that has missed `lag` steps."""
     lags, columns = table_gmem.shape
     lag = jnp.minimum(jnp.maximum(lag, 0), lags - 1)
     return Read(lambda j: table_gmem[lag, j], range(columns))
@@ -125,6 +126,8 @@ def shared_of(shared_gmem) -> Read:
 
 
 def at_random(team: Team, key, row, columns, w: jax.Array) -> jax.Array:
-    """A piece of a row, rounded at random to bfloat16 as it would be stored; in float32."""
+    """Rounds a piece of a row at random to bfloat16, as it would be stored; returns it in
+    float32.
+    """
     column = of_columns(columns.start + team.columns())
     return rounded(w, of_rows(key, row), column)

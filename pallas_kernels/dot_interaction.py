@@ -31,17 +31,22 @@ from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import call, num_programs, store
 
-TILE = 64  # vectors, a multiple that `wgmma` needs
-MULTIPLE = 16  # divides an example's vectors and their length, as `wgmma` needs
+TILE = 64  # number of vectors in a tile; a multiple of 64, as `wgmma` requires
+# The number of an example's vectors, and their length, must be multiples of this for `wgmma`.
+MULTIPLE = 16
 _THREADS = 128
 _MOST_DIM = 256
-_SLOTS = 2  # tiles in shared memory: the next one is copied while one is computed
-# Shared memory for the programs of a multiprocessor, and the largest number of programs.
+# Number of tiles in shared memory: the next one is copied while one is computed.
+_SLOTS = 2
+# Bytes of shared memory for the programs of a multiprocessor, and the largest number of programs
+# there.
 _SHARED, _MOST_PROGRAMS = 200_000, 8
 
 
 def unsupported(batch: int, vectors: int, dim: int, dtype: jnp.dtype) -> str | None:
-    """The fault of such vectors, to end a sentence; None if the programs can take them."""
+    """The reason why `products` does not support these sizes, to end a sentence; None if it
+    does.
+    """
     if dtype != jnp.bfloat16:
         return f"takes bfloat16 vectors, not {dtype}"
     if vectors % MULTIPLE or not 0 < vectors <= TILE:
@@ -99,7 +104,9 @@ def slopes_of_rows(
 
 
 def _on_platform(program: Callable, *operands: jax.Array) -> jax.Array:
-    """Runs `program` on a GPU. On a CPU the interpreter lacks operations of Mosaic GPU itself."""
+    """Runs `program` on a GPU. For a CPU the interpreter is used, which lacks operations of Mosaic
+    GPU itself.
+    """
     return lax.platform_dependent(
         *operands,
         cuda=partial(program, interpretable=False),
@@ -108,12 +115,13 @@ def _on_platform(program: Callable, *operands: jax.Array) -> jax.Array:
 
 
 def _look_up(memory, index: jax.Array, layout, *, interpretable: bool) -> jax.Array:
-    """The elements of `memory` with these indices; 0 for a negative index."""
+    """Reads the elements of `memory` with these indices; 0 for a negative index."""
     place = jnp.maximum(index, 0)
     if interpretable:
         found = memory[...].reshape(-1)[place]
     else:
-        from pallas_kernels import lanes  # not before it is needed: see `mosaic`
+        # Imported late, because it loads Mosaic GPU: see `mosaic`.
+        from pallas_kernels import lanes
 
         found = lanes.look_up(memory, place, layout)
     return jnp.where(index >= 0, found, jnp.zeros((), found.dtype))
@@ -134,7 +142,7 @@ def _products(rows, table, *, interpretable: bool):
         _, numbers_gmem, out_gmem = refs
         staged = staged_smem.at[slot]
         find = partial(_look_up, layout=strided, interpretable=interpretable)
-        # The numbers are read from global memory, as the tile in shared memory has another order.
+        # Numbers are read from global memory, because the tile in shared memory has another order.
         first = find(numbers_gmem.at[i], -2 - index)
 
         def multiply(*sums):
@@ -189,7 +197,7 @@ def _slopes(rows, table, slopes, *, interpretable: bool):
             return lax.optimization_barrier(sums[...])
 
         made = pl.run_scoped(multiply, plgpu.ACC((TILE, dim)))
-        # The copy from this slot must have ended.
+        # Waits until the previous copy from this slot has ended.
         plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
         target = out_smem.at[slot]
         target[...] = made.astype(rows.dtype)
@@ -198,7 +206,8 @@ def _slopes(rows, table, slopes, *, interpretable: bool):
         plgpu.copy_smem_to_gmem(target.at[pl.ds(0, size)], part)
 
     factors = plgpu.SMEM((examples, TILE, vectors), rows.dtype)
-    smem = _tiles(dim, vectors, rows.dtype)  # sums run over the vectors of an example
+    # The sums are taken over the vectors of an example.
+    smem = _tiles(dim, vectors, rows.dtype)
     scratch = [smem, factors if interpretable else None]
     slopes = slopes.reshape(batch // examples, -1)
     out = jax.ShapeDtypeStruct((batch * vectors, dim), rows.dtype)
@@ -225,7 +234,7 @@ def _run(name, start, work, rows, smem, operands, out, scratch):
     batch, vectors, dim = rows.shape
     size = TILE // vectors * vectors
     tiles = batch * vectors // size
-    # The tiles of the gradient are in shared memory, too.
+    # Shared memory also has the tiles of the gradient.
     room = _SHARED // (2 * _SLOTS * TILE * dim * rows.dtype.itemsize)
     programs = min(tiles, num_programs() * min(_MOST_PROGRAMS, room))
 
@@ -278,6 +287,6 @@ def _tiles(dim: int, summed: int, dtype: jnp.dtype):
 
 
 def _row_numbers(columns: int) -> jax.Array:
-    """`[64, columns]` of row numbers."""
+    """An array `[64, columns]` in which each element is its row number."""
     shape, layout = (TILE, columns), plgpu.Layout.WGMMA
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)

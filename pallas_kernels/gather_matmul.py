@@ -30,10 +30,12 @@ from pallas_kernels.row_sums import (
 )
 from pallas_kernels.teams import Team, on_teams, team_for
 
-_THREADS = 128  # in a warpgroup; narrower rows are read by teams of lanes, or padded
-_PROGRAMS = 8_192  # number of programs for a large batch whose rows catch up
-_SMALL = 2**16  # entries of an input for which fewer rows are loaded at once
-_FILL_ROWS = 64  # rows that a program searches for empty ones
+# Threads of a warpgroup. Narrower rows are read by teams of lanes, or padded.
+_THREADS = 128
+# Number of programs for a large batch whose rows are brought up to date.
+_PROGRAMS = 8_192
+_SMALL = 2**16  # with at most this many entries, fewer rows are loaded at once
+_FILL_ROWS = 64  # number of rows that a program checks for emptiness
 
 
 def default_config(hidden: int, itemsize: int, nse: int, period: int = 0) -> Config:
@@ -60,7 +62,7 @@ def default_config(hidden: int, itemsize: int, nse: int, period: int = 0) -> Con
 
 
 def _for_rows(hidden: int, itemsize: int) -> Config:
-    chunk = 2048 // itemsize  # 16 bytes a thread
+    chunk = 2048 // itemsize  # each thread loads 16 bytes
     if hidden == _THREADS:
         entries = 64 if itemsize == 4 else 128
         return Config(entries=entries, unroll=8, chunk=chunk, threads=16)
@@ -127,12 +129,13 @@ def gather_matmul(
             "entries; split the rows"
         )
     if nse == 0 or num_rows == 0 or num_cols == 0 or w.shape[1] == 0:
-        # No entry or no row of `w` exists. A row that should have entries is NaN.
+        # There are no entries, or `w` has no rows. In the latter case rows with entries are NaN.
         filled = jnp.where(jnp.diff(indptr) > 0, jnp.nan, 0.0).astype(dtype)
         return jnp.broadcast_to(filled[:, None], (num_rows, w.shape[1]))
     if config is None:
         config = default_config(w.shape[1], w.dtype.itemsize, nse)
-        if missed is not None:  # a row needs more registers and code
+        # Bringing rows up to date needs more registers and code for each row.
+        if missed is not None:
             config = dataclasses.replace(
                 config,
                 entries=entries_for(nse, _PROGRAMS, config.entries),
@@ -146,7 +149,7 @@ def gather_matmul(
         )
         return y[:, :-padding]
 
-    # A thread cannot store more than 16 bytes at once either.
+    # A thread cannot store more than 16 bytes at once, either.
     itemsize = max(w.dtype.itemsize, dtype.itemsize)
     team = team_of(w.shape[1], itemsize, config.threads, config.chunk)
     rows = [] if data is None else [data]
@@ -154,7 +157,7 @@ def gather_matmul(
     return _traced_once(rows, indices, indptr, w, missed, team=team, **sizes)
 
 
-# A jit of its own, so that it is traced once: tracing takes longer than compiling, and
+# A separate jit, so that it is traced once: tracing takes longer than compiling, and
 # `value_and_grad` traces a loss twice.
 @functools.partial(
     jax.jit, static_argnames=("team", "num_cols", "dtype", "config"), inline=True
@@ -211,7 +214,7 @@ def _product(team, data, indices, indptr, w, missed, num_cols, dtype, config):
     )(indices, indptr, w, *data, *behind)
     if programs == 1:
         return out
-    out_ref = jax.new_ref(out)  # written in place
+    out_ref = jax.new_ref(out)  # the fill program writes into the result in place
     reducing = reducing_team(team, hidden)
 
     def gather_matmul_reduce(partial_gmem, cut_rows_gmem, out_gmem):

@@ -23,15 +23,15 @@ from pallas_kernels.score_tiles import (
 
 MAX_HIDDEN = 256
 _WARPGROUPS = 2
-_TILE = _WARPGROUPS * ROWS  # rows of a tile
-_STAGES = 3  # more do not fit in shared memory
-# Columns of the product with two vectors: the fewest that `wgmma` computes. Three of them have
-# the parts of a vector in bfloat16 whose sum is as precise as float32.
+_TILE = _WARPGROUPS * ROWS  # number of rows in a tile
+_STAGES = 3  # number of stages: more do not fit in shared memory
+# Number of columns in the product with two vectors: the fewest that `wgmma` computes. Each vector
+# takes three columns, with bfloat16 parts whose sum is as precise as float32.
 _COLUMNS, _PARTS = 8, 3
 
 
 def unsupported(kernel: jax.Array, size: int) -> str | None:
-    """The reason why `squared_gradient` cannot take this kernel and size; None if it can."""
+    """The reason why `squared_gradient` does not support this kernel and size; None if it does."""
     hidden = kernel.shape[1]
     if kernel.dtype != jnp.bfloat16:
         return f"takes bfloat16 operands, not {kernel.dtype}"
@@ -81,7 +81,8 @@ def squared_gradient(
       The gradient of the kernel; the gradient of the bias.
     """
     hidden = kernel.shape[1]
-    width = 128 // jnp.dtype(dtype).itemsize  # columns of a piece that is stored
+    # Number of columns in a piece that is stored at once.
+    width = 128 // jnp.dtype(dtype).itemsize
 
     def body(start_gmem, weight_gmem, kernel_gmem, *refs):
         outer_gmem, parts_gmem, centre_gmem, rest_gmem, *refs = refs
@@ -119,8 +120,8 @@ def squared_gradient(
                 part = part + spread[0] * spread_columns(rest_gmem, c, width)
                 part = part + spread[1] * spread_columns(centre_gmem, c, width)
                 part = jnp.where(spread[2] != 0.0, part, 0.0)
-                # An earlier copy from the slot must have ended. If a tile has an odd number of
-                # pieces, that may be the last copy.
+                # Waits until an earlier copy from this slot has ended. If a tile has an odd number
+                # of pieces, that may be the last copy.
                 plgpu.wait_smem_to_gmem(1 - hidden // width % 2, wait_read_only=True)
                 smem[warpgroup, slot] = part.astype(smem.dtype)
                 plgpu.commit_smem()
@@ -162,7 +163,8 @@ def _in_parts(vector: Float[Array, "hidden"]) -> Float[Array, "parts hidden"]:
     """Divides a vector into rows of bfloat16 whose sum is the vector."""
     rows = []
     for _ in range(_PARTS):
-        # Not by casts: XLA may keep the precision that a cast to bfloat16 and back should lose.
+        # Casts are avoided: XLA may keep the precision that a cast to bfloat16 and back should
+        # lose.
         row = lax.reduce_precision(vector, 8, 7)
         rows.append(row)
         vector = vector - row

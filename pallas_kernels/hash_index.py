@@ -1,4 +1,4 @@
-"""Rows of 64-bit keys in an index of buckets: a Mosaic GPU program.
+"""A search for the rows of 64-bit keys in an index of buckets: a Mosaic GPU program.
 
 A thread searches for one key. It reads the tags of the key's two buckets, then the row and the
 key of each slot whose tag equals the key's: usually four reads of 32 bytes. The tags
@@ -22,7 +22,7 @@ from pallas_kernels.integers import rem
 from pallas_kernels.row_sums import compiler_params
 from pallas_kernels.teams import Team, on_teams
 
-SLOTS = 16  # in a bucket
+SLOTS = 16  # number of slots in a bucket
 _WORDS = SLOTS // 4
 # Function from a key's table, high and low word to its part, its two buckets, and its tag.
 Places = Callable[[Any, Any, Any], tuple[Any, Any, Any, Any]]
@@ -39,7 +39,7 @@ def find(
     low: UInt32[Array, "keys"],
     first_part: Int[Array, ""],
 ) -> Int[Array, "keys"]:
-    """The row of each key, counted over all parts in order; -1 for a key that is not found.
+    """Finds the row of each key, counted over all parts in order; -1 for a key that is not found.
 
     Args:
       places: function that returns for a key its part, its two buckets in that part, which must
@@ -113,7 +113,7 @@ def _found(team, places, shape, tags, slots, keys, ranges, table, high, low, fir
                 same = (its_high == words[0]) & (its_low == words[1])
                 same = same & (row >= begin) & (row < end)
                 left = left ^ (jnp.uint32(1) << bit.astype(jnp.uint32))
-                # Either the last key that was compared is equal, or none is.
+                # Either the last compared key is equal, or no key is.
                 left = jnp.where(same, jnp.uint32(0), left)
                 return left, jnp.where(same, place, found)
 

@@ -48,21 +48,24 @@ from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import ROWS, call, num_programs, store, transforms
 from pallas_kernels.score_tiles import row_vector, spread_columns, spread_rows
 
-TILE = 128  # entries in a program's tile
-DIM = 64  # of a head
+TILE = 128  # number of entries in a program's tile
+DIM = 64  # number of elements in a head's vector
 _WARPGROUPS = TILE // ROWS
-_WARPS = 4  # in a warpgroup
-_CELL_BITS = 21  # bits of a float32 below those that give its quarter of an octave
-_FIRST_CELL = 127 << 2  # the quarter of an octave of 1.0
-# Elements between rows whose diagonals are summed: 64 zeros, and 64 numbers. With 8 more,
-# a warp that writes 8 rows uses all banks of memory equally.
+_WARPS = 4  # number of warps in a warpgroup
+# Number of the low bits of a float32 that do not affect its quarter of an octave.
+_CELL_BITS = 21
+_FIRST_CELL = 127 << 2  # the number of the quarter of an octave that starts at 1.0
+# Elements from one row to the next in memory whose diagonals are summed: 64 zeros, 64 numbers, and
+# 8 more, so that a warp that writes 8 rows uses all banks of memory equally.
 _PITCH = TILE + 8
-_SLOTS = 64  # sums of buckets that a thread has, in the memory of these rows
+# Number of sums that each thread has for buckets, in the memory of these rows.
+_SLOTS = 64
 _FEW = 4  # with at most this many buckets, a tile is read once for each bucket
-_RATIO = 0.301  # see `sparsejax.ops.history_attention`
+_RATIO = 0.301  # the constant `TIME_RATIO` of `sparsejax.ops.history_attention`
 _LOG2E = math.log2(math.e)
-_FEW_TILES = 2048  # up to this many tiles are ordered without sorting
-_LEAST = -3e38  # below any score, and finite, so that differences of two are finite
+_FEW_TILES = 2048  # up to this many tiles are ordered by counting, without a sort
+# Lower than any score, but finite, so that a difference of two such numbers is finite.
+_LEAST = -3e38
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Spans:
         self.used = jnp.minimum(ends[-1], tokens)
         far = jnp.int32(2 * tokens + TILE)
         first = jnp.where(self.inside, starts, far)
-        # The columns of each row: (low, high).
+        # For each row, the range of its columns: (low, high).
         self.of_queries = first, jnp.where(self.inside, place, -far)
         last = jnp.where(self.inside, ends - 1, -far)
         self.of_keys = jnp.where(self.inside, place, far), last
@@ -131,7 +134,7 @@ class Spans:
         steps = jnp.stack(steps)
         if tiles > _FEW_TILES:
             return jnp.argsort(-steps, axis=1).astype(jnp.int32)
-        # Faster than a sort. All keys differ.
+        # Ranks are counted, which is faster than a sort. All keys differ.
         key = steps * tiles - tile[None]
         before = key[:, None] > key[:, :, None]
         rank = jnp.sum(before, axis=2, dtype=jnp.int32)
@@ -140,13 +143,13 @@ class Spans:
 
     @staticmethod
     def number_at(row, used, of_queries: bool, tokens: int):
-        """The entry whose history gives the columns for the 64 rows from `row` on."""
+        """The entry whose history bounds the columns for the 64 rows from `row` on."""
         if of_queries:
             return row
         return jnp.clip(jnp.minimum(row + ROWS, used) - 1, 0, tokens - 1)
 
     def apart(self, of_queries: bool):
-        """For each 64 rows, the largest and smallest difference of times within a history."""
+        """The largest and the smallest time difference within a history, for each 64 rows."""
         assert self.times is not None
         times, tokens = self.times, len(self.times)
         place = jnp.arange(tokens)
@@ -156,7 +159,7 @@ class Spans:
         else:
             apart = times[jnp.clip(self.ends - 1, 0, tokens - 1)] - times
         apart = jnp.where(self.inside, apart, 0).reshape(-1, ROWS)
-        # The difference to the previous or the next entry.
+        # Time difference to the previous entry (for queries) or the next one (for keys).
         gap = jnp.where(
             self.inside & (place > raw), times - jnp.roll(times, 1), jnp.inf
         )
@@ -165,7 +168,7 @@ class Spans:
 
 
 def ranges_of(rows, known, used, of_queries: bool, columns: int):
-    """For each warpgroup of a tile, the first tile of its columns and the end of these tiles.
+    """For each warpgroup of a tile, the first tile of its columns, and the end of these tiles.
 
     Args:
       rows: the first row of each warpgroup.
@@ -197,7 +200,7 @@ def joined(ranges):
 
 
 def unsupported(q: jax.Array | jax.ShapeDtypeStruct) -> str | None:
-    """The reason why the programs cannot take these operands; None if they can."""
+    """The reason why the programs do not support these operands; None if they do."""
     if q.dtype != jnp.bfloat16:
         return f"takes bfloat16 operands, not {q.dtype}"
     if q.shape[2] != DIM:
@@ -207,8 +210,8 @@ def unsupported(q: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     return None
 
 
-# A jit of its own: the blocks of a model have equal programs, which are then traced, lowered and,
-# as they have one name, compiled once (jax 0.11 numbers names, and compiles each again).
+# A separate jit: the blocks of a model have equal programs, which are then traced, lowered and (as
+# they have one name) compiled once. JAX 0.11 would number the names, and compile each.
 @functools.partial(
     jax.jit, static_argnames=("thresholds", "activation", "scale", "divisor", "config")
 )
@@ -228,7 +231,7 @@ def attend(
     divisor: float,
     config: Config | None = None,
 ) -> tuple[Float[Array, "tokens heads dim"], Float[Array, "heads tokens"] | None]:
-    """`y`, and for softmax the base-2 logarithms of its sums, which `slopes` needs.
+    """Computes `y`, and for softmax the base-2 logarithms of its sums, which `slopes` needs.
 
     Rows without entries are 0, and NaN if `starts` is negative.
 
@@ -246,7 +249,7 @@ def attend(
       divisor: number by which the results are divided.
       config: how the work is divided.
     """
-    # If the biases of tiles are looked up, six stages are slower.
+    # With biases, which are looked up for each tile, six stages are slower.
     biased = place_bias is not None or time_bias is not None
     config = config or Config(stages=4 if biased else 6)
     step = _Scores(place_bias, times, time_bias, thresholds, scale, config.columns)
@@ -296,7 +299,7 @@ def attend(
 
 
 def _norms(q, k, step: _Scores, spans: Spans, config: Config):
-    """`[heads, tokens]`: the base-2 logarithms of the sums of softmax; 0 for an empty sum."""
+    """The base-2 logarithms of the sums of softmax, `[heads, tokens]`; 0 for an empty sum."""
 
     def start():
         layout = plgpu.Layout.WGMMA.reduce(1)
@@ -370,7 +373,7 @@ def slopes(
     softmax. The other arguments are those of `attend`.
     """
     biased = place_bias is not None or time_bias is not None
-    # With the sums for biases, shared memory has no space for more stages.
+    # With sums for biases, shared memory is too small for more stages.
     of_queries = of_queries or Config(stages=2 if biased else 4)
     of_keys = of_keys or Config()
     spans = Spans(starts, ends, times)
@@ -388,7 +391,7 @@ def slopes(
     factor = inverse if by_head else 0.5 * inverse
 
     def pull(scores, raw, bias, pulled):
-        """The slopes of scores, without `factor`; and the weights."""
+        """The gradients of scores, without `factor`; and the weights."""
         if by_head:
             weights = scores.softmax(raw, bias)
             return weights * (pulled - scores.vector(1)), weights
@@ -476,7 +479,7 @@ def slopes(
         tiles = factor * jnp.sum(of_biases.pop(0), axis=(0, 1))
         later, earlier = tiles[:, :ROWS][:, ::-1], tiles[:, ROWS:][:, ::-1]
         dplace = later.reshape(-1)
-        # Distances up to 64 n - 1 belong to the tile before.
+        # Distances up to 64 n - 1 belong to the previous tile.
         dplace = dplace.at[:-ROWS].add(earlier[1:].reshape(-1))
     if time_bias is not None:
         sums = jnp.sum(of_biases.pop(0), axis=(0, 1)).reshape(-1, _WARPS)
@@ -485,18 +488,19 @@ def slopes(
 
 
 def _arrived(*sums):
-    """Returns the sums when they are complete.
+    """Returns the sums of a product after it has ended.
 
-    Without the barrier LLVM may use a register before the instruction that waits for
-    it. It does so if the other operand of an addition was loaded before.
+    Without the barrier, LLVM may use a register before the instruction that waits for the product.
+    It does so if the other operand of an addition was loaded earlier.
     """
     return lax.optimization_barrier([x[...] for x in sums])
 
 
 class _Scores:
-    """Computes on scores of a warpgroup's 64 rows and a tile's columns, for all programs.
+    """Computes and masks the scores of a warpgroup's 64 rows and a tile's columns, for all
+    programs.
 
-    `at` sets the position; it is called for each step.
+    The method `at` selects the position; it is called for each step.
     """
 
     def __init__(
@@ -568,22 +572,22 @@ class _Scores:
         plgpu.wgmma(sums, weights, columns_smem)
 
     def vector(self, n):
-        """`[64, columns]` with the n-th number of each query and head."""
+        """The n-th number of each query, as an array `[64, columns]`."""
         if self.of_queries:
             return spread_rows(self.of_heads[n], self.columns)
         return spread_columns(self.by_head[n].at[self.head], self.column, self.columns)
 
     def softmax(self, raw, bias):
-        """The weights; arbitrary if a column does not count."""
+        """The softmax weights; arbitrary where a column does not count."""
         return jnp.exp2(_LOG2E * self.whole(raw, bias) - self.vector(0))
 
     def whole(self, raw, bias):
-        """The scores."""
+        """The scores, including the bias."""
         whole = raw * self.scale
         return whole if bias is None else whole + bias
 
     def half(self, raw, bias):
-        """Half of the scores."""
+        """Half of the scores, including the bias."""
         half = raw * (0.5 * self.scale)
         return half if bias is None else half + 0.5 * bias
 
@@ -600,7 +604,7 @@ class _Scores:
         return lax.cond(self.full, lambda: values, lambda: mask(values))
 
     def bias(self, known):
-        """The sum of the biases, `[64, columns]`, or None. All heads share the biases."""
+        """The sum of the biases, `[64, columns]`, or None. It is equal for all heads."""
         return self._bias() if known is None else known
 
     def _bias(self):
@@ -629,7 +633,7 @@ class _Scores:
         return lanes.diagonals(part, ROWS - 1)
 
     def time_bias_of_pairs(self):
-        """The bias by time for each pair, `[64, columns]`."""
+        """The bias by time of each pair, `[64, columns]`."""
         since = self.since()
         if self.scratch is None:
             edge, _, before, after = self.cell_of(since, 4)
@@ -644,8 +648,9 @@ class _Scores:
         return lax.fori_loop(second, last + 1, later, zeros + self.time_bias[first])
 
     def cell_of(self, since, count):
-        """The first `count` numbers in the table of `_cells` for each difference of times."""
-        from pallas_kernels import lanes  # not before it is needed: see `mosaic`
+        """The first `count` numbers that the table of `_cells` has for each time difference."""
+        # Imported late, because it loads Mosaic GPU: see `mosaic`.
+        from pallas_kernels import lanes
 
         bits = lax.bitcast_convert_type(jnp.maximum(since, 1.0), jnp.int32)
         # Padding may have any values.
@@ -655,19 +660,19 @@ class _Scores:
         return lanes.look_up_ends(table, cell, plgpu.Layout.WGMMA, count)
 
     def distance(self, c):
-        """The number of the table's tile for the columns from c on."""
+        """The number of the tile in the table of biases by distance, for the columns from c on."""
         apart = self.row - self.column - c
         apart = apart if self.of_queries else -apart
         return jnp.clip(div(jnp.maximum(apart, 0), ROWS), 0, self.tiles - 1)
 
     def since(self):
-        """Differences of times between rows and columns."""
+        """Time differences between rows and columns."""
         columns = spread_columns(self.times, 0, self.columns)
         rows = spread_rows(self.own, self.columns)
         return rows - columns if self.of_queries else columns - rows
 
     def range_of_buckets(self):
-        """The first and the second bucket of the tile's pairs, and the last one."""
+        """The first, the second and the last bucket of the tile's pairs."""
         a, b = (self.times_of_rows[i] for i in (0, ROWS - 1))
         c, d = (self.times[i] for i in (0, self.columns - 1))
         if self.of_queries:
@@ -675,7 +680,8 @@ class _Scores:
         else:
             least, largest = c - b, d - a
             one = self.column + self.columns - 1 <= self.all_high
-        # An entry itself is in the first bucket, others not before the bucket of the gap.
+        # The pair of an entry with itself is in the first bucket. Other pairs are in the bucket of
+        # the gap, or later.
         least = jnp.where(self.full, least, self.gap)
         largest = jnp.where(one, largest, self.longest)
 
@@ -683,7 +689,8 @@ class _Scores:
             bucket = jnp.log(jnp.clip(x, 1.0, 1e18)) * (1 / _RATIO) + more
             return jnp.clip(bucket.astype(jnp.int32), 0, self.buckets - 1)
 
-        # The logarithm is inexact. A bucket too many costs less than its threshold.
+        # The logarithm is inexact, so the range is widened. A superfluous bucket costs less than
+        # reading its threshold.
         least, last = bucket(least, -1e-3), bucket(largest, 1e-3)
         first = jnp.where(self.full, least, 0)
         return first, jnp.maximum(least, first + 1), last
@@ -708,14 +715,15 @@ class _Scores:
         )
 
     def _add_to_places(self, ds, c, skewed, places) -> None:
-        """Sums diagonals: rows are written with a larger distance than that of reading them.
+        """Sums diagonals: rows are written with a larger row distance than they are read with.
 
-        Rows that are 8 apart have the same diagonals, and are added first.
+        Rows that are 8 apart have equal diagonals, and are added first.
         """
         layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
         mine = places.at[self.distance(c)]
-        before = plgpu.load(mine, layout=layout)  # long before it is used
-        plgpu.commit_smem()  # waits until all have read the last tile
+        # Loaded long before it is used, to hide the latency.
+        before = plgpu.load(mine, layout=layout)
+        plgpu.commit_smem()  # waits until all threads have read the last tile
         if self.scratch is not None:
             store(skewed.at[pl.ds(0, ROWS), pl.ds(ROWS, ROWS)], ds)
             plgpu.commit_smem()
@@ -732,12 +740,12 @@ class _Scores:
         for n, row in enumerate(r for r in range(ROWS) if not r & 8):
             part = flat.at[pl.ds(n * _PITCH + row + 1, TILE)]
             part = plgpu.load(part, layout=layout)
-            # Several chains of additions, as each addition waits for the one before.
+            # Several independent sums, because each addition waits for the one before.
             sums = [*sums, part] if n < 3 else [*sums[1:], sums[0] + part]
         lanes.store(mine, functools.reduce(jnp.add, sums), layout)
 
     def _add_to_slots(self, ds, skewed, sums, first, second, last) -> None:
-        """Adds slopes to sums of each thread, with one sum for each bucket of the tile."""
+        """Adds gradients to sums of each thread, one sum for each bucket of the tile."""
         from pallas_kernels import lanes
 
         layout = plgpu.Layout.WG_STRIDED((4 * TILE,), vec_size=4)
@@ -748,7 +756,7 @@ class _Scores:
         count = last - second + 2
 
         def clear():
-            plgpu.commit_smem()  # waits until all have read everything
+            plgpu.commit_smem()  # waits until all threads have read everything
 
             @pl.loop(0, div(count + 3, 4))
             def _(n):
@@ -769,10 +777,10 @@ class _Scores:
         of_first = sums.at[pl.ds(first * _WARPS, 2)]
         others = sums.at[pl.ds((second - 1) * _WARPS, _SLOTS * _WARPS)]
         lanes.add_sums_of_slots(of_first, others, slots, count)
-        clear()  # `_add_to_places` needs zeros next to its tile
+        clear()  # `_add_to_places` requires zeros next to its tile
 
     def _add_to_buckets(self, ds, sums, first, second, last) -> None:
-        """Adds slopes by bucket: differences of sums over all entries before a time."""
+        """Adds gradients by bucket, as differences of sums over all entries before a time."""
         since = self.since()
         interpreted = self.scratch is not None
 
@@ -802,9 +810,10 @@ class _Scores:
 
 
 def _table_of_places(bias: Float[Array, "places"], tiles: int, of_queries: bool):
-    """The biases by distance, from -63 upwards; for queries from the largest distance downwards.
+    """A table of biases by distance, from -63 upwards; for queries from the largest distance
+    downwards.
 
-    All distances of the last tile are larger than those of the bias.
+    Its last tile has only distances larger than those of the bias.
     """
     place = jnp.arange(ROWS * (tiles + 1))
     apart = ROWS * tiles - 1 - place if of_queries else place - (ROWS - 1)
@@ -812,10 +821,10 @@ def _table_of_places(bias: Float[Array, "places"], tiles: int, of_queries: bool)
 
 
 def _cells(bias: Float[Array, "buckets"], thresholds: Sequence[float]):
-    """A table by quarters of octaves, each of which contains at most one threshold.
+    """A table by quarters of octaves of time differences. Each contains at most one threshold.
 
-    For each quarter it has the threshold, the bucket before it, and the biases before and
-    after, in rows of 128 numbers. Also returns the number of quarters.
+    For each quarter the table has the threshold, the bucket before it, and the biases before and
+    after it, in rows of 128 numbers. Also returns the number of quarters.
     """
     fraction, octave = math.frexp(math.exp(_RATIO * (len(bias) - 1)))
     count = 4 * (octave - 1) + int(4 * (2 * fraction - 1)) + 2
@@ -886,7 +895,7 @@ def _run(
     group = parts if tiles >= 2 * num_programs() else 1
     units = tiles * parts // group
     programs = num_programs()
-    # With the sums for biases, shared memory has no space for the next rows.
+    # With sums for biases, shared memory is too small for the next rows.
     row_slots = 1 if with_biases else 2
     timed = scores.buckets > 0
     looks_up = timed and not config.interpretable
@@ -894,7 +903,7 @@ def _run(
     if spans.times is not None and timed:
         of_rows.append(spans.times)
     of_rows += [spans.starts] if may_be_wrong else []
-    # The GPU's look-ups do not need the range of buckets.
+    # On a GPU, look-ups do not need the range of buckets.
     ranged = timed and (with_biases or config.interpretable)
     apart = spans.apart(of_queries) if ranged else ()
     operands = [
@@ -1120,7 +1129,7 @@ def _run(
                     x.at[place, pl.ds(warpgroup * ROWS, ROWS)] for x in of_rows_smem
                 ]
                 low, high, *others = [row_vector(x, 0) for x in vectors]
-                # If rows belong to two histories, no tile's columns all count for all rows.
+                # If the rows belong to two histories, no tile has columns that count for all rows.
                 all_rows = vectors[0][ROWS - 1], vectors[1][0]
                 own_times = [others.pop(0), vectors[2]] if timed else [None, None]
                 spoilt = None
@@ -1166,7 +1175,7 @@ def _run(
                         for h, head in enumerate(all_heads):
                             here = slot(j, h)
                             plgpu.barrier_wait(full.at[here])
-                            # The previous tile may be overwritten now.
+                            # Called when the previous tile may be overwritten.
                             arrived = partial(leave_before, j, h)
                             times = times_smem.at[here] if timed else None
                             scores.of_head(
@@ -1203,7 +1212,7 @@ def _run(
                         result = outs_gmem[n].at[pl.ds(row, ROWS), head]
                         plgpu.copy_smem_to_gmem(target, result)
 
-                    # Earlier copies from the buffer must have ended.
+                    # Waits until earlier copies from the buffer have ended.
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     mine = found[h * sums : (h + 1) * sums]
                     target = out if sums else outs_gmem[0]
@@ -1239,7 +1248,7 @@ def _run(
                 def _(n):
                     store(sums.at[pl.ds(n * TILE, TILE)], zeros)
 
-            plgpu.commit_smem()  # other threads add to them
+            plgpu.commit_smem()  # other threads add to these sums
 
             return skewed, places, sums
 
@@ -1305,12 +1314,12 @@ def _run(
     return call(name, body, outs, _WARPGROUPS, *operands)
 
 
-# Registers of a thread that computes, and of a thread that copies; see `matmul_tiles`.
+# Registers of each computing thread, and of each copying thread; see `matmul_tiles`.
 _REGISTERS = 240, 24
 
 
 def _tail(x, tail, used):
-    """The 64 rows from `tail` on, with zeros in place of padding."""
+    """The 64 rows from `tail` on, in which padding is replaced by zeros."""
     rows = jnp.minimum(tail, len(x) - ROWS) + jnp.arange(ROWS, dtype=jnp.int32)
     kept = (rows >= tail) & (rows < used)
     return jnp.where(kept[:, None, None], x[rows], 0)

@@ -8,7 +8,7 @@ from jax import lax
 
 
 def div(x: jax.Array, n: jax.typing.ArrayLike) -> jax.Array:
-    """`x // n` for numbers that are not negative: `//` would also handle negative numbers.
+    """Computes `x // n` for numbers that are not negative; `//` would take longer.
 
     `lax.div` takes a Python number for an int64 if 64-bit types are enabled.
     """
@@ -16,5 +16,5 @@ def div(x: jax.Array, n: jax.typing.ArrayLike) -> jax.Array:
 
 
 def rem(x: jax.Array, n: jax.typing.ArrayLike) -> jax.Array:
-    """`x % n` for numbers that are not negative."""
+    """Computes `x % n` for numbers that are not negative."""
     return lax.rem(x, jnp.int32(n))

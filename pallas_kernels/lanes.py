@@ -1,4 +1,4 @@
-"""Operations of Mosaic GPU itself (not Pallas) that teams of lanes need."""
+"""Operations of Mosaic GPU that Pallas lacks, for teams of lanes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBER, _SUM = (
 
 
 def thread_over(threads: int) -> jax.Array:
-    """The number of the thread in its block, divided by a power of 2."""
+    """The thread's number in its block, divided by `threads`, a power of 2."""
 
     @plgpu.inline_mgpu(return_type=_NUMBER)
     def number(_):
@@ -33,7 +33,7 @@ def thread_over(threads: int) -> jax.Array:
 
 
 def sum_over(threads: int, layout) -> Callable[[jax.Array], jax.Array]:
-    """A function that sums the elements of a team's row.
+    """Makes a function that sums the elements of a team's row.
 
     `jnp.sum` would wait for all lanes of the warp, but other teams may run other code.
     """
@@ -65,7 +65,7 @@ def sum_over(threads: int, layout) -> Callable[[jax.Array], jax.Array]:
 
 
 def elements_of(row: jax.Array, layout) -> list[jax.Array]:
-    """The elements of a row that one thread has, as scalars."""
+    """The elements of a row that this thread has, as scalars."""
     kind, (width,) = row.dtype, row.shape
     number = plgpu.ShapeDtypeStruct((), kind, layout=plgpu.Layout.WG_SPLAT(()))
     signed = jnp.issubdtype(kind, jnp.signedinteger)
@@ -83,7 +83,7 @@ def elements_of(row: jax.Array, layout) -> list[jax.Array]:
 
 
 def store(target, values: jax.Array, layout) -> None:
-    """Writes to memory without waiting for other threads, neither before nor after."""
+    """Writes to memory without a barrier before or after."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def write(_, target, values):
@@ -108,7 +108,7 @@ def store_folded(target, values: jax.Array, column: int, layout) -> None:
     def write(_, target, values):
         upper, lower = values.registers.reshape(-1, 2).T
         row, first = _of_wgmma()
-        # Each warp has 8 rows in place of 16.
+        # Each warp has 8 rows instead of 16.
         warp = arith.shrui(_thread(), _constant(5))
         row = arith.subi(row, arith.shli(warp, _constant(3)))
         folded = [lower[0], *map(arith.addf, upper[:-1], lower[1:]), upper[-1]]
@@ -218,7 +218,7 @@ def look_up_ends(table, index: jax.Array, layout, count: int) -> list[jax.Array]
 
 
 def sum_of_thread(values: jax.Array, layout) -> jax.Array:
-    """The sum of the elements that each thread of a warpgroup has, `[128]`."""
+    """For each thread of a warpgroup, the sum of the elements that it has, `[128]`."""
     strided = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
     found = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), values.dtype, layout=strided)
 
@@ -288,7 +288,7 @@ def add_to_slots(slots, values: jax.Array, index: jax.Array, layout) -> None:
         elements = [
             (_element(x, i), _element(at, i)) for x, at in pairs for i in range(count)
         ]
-        # Several are read before any is written, so that their latencies overlap.
+        # Several sums are read before one is written, so that their latencies overlap.
         for group in itertools.batched(elements, 4):
             places = [_of_thread(at) for _, at in group]
             sums = [memref.load(slots, place) for place in places]
@@ -321,7 +321,7 @@ def add_sums_of_slots(first, others, slots, count: jax.Array) -> None:
         (count,) = count.registers.flat
         thread = _thread()
         start = arith.shli(thread, _constant(6))
-        # Each lane starts at another number, in another bank of memory.
+        # Each lane starts at another number, so that all use different banks of memory.
         totals = [arith.constant(slots.type.element_type, 0.0)] * 4
         for i in range(64):
             at = arith.andi(arith.addi(thread, _constant(i)), _constant(63))
@@ -332,7 +332,7 @@ def add_sums_of_slots(first, others, slots, count: jax.Array) -> None:
         slot = arith.shrui(thread, _constant(1))
         place = _index(arith.addi(arith.shli(slot, _constant(2)), half))
         is_first = arith.cmpi(arith.CmpIPredicate.eq, slot, _constant(0))
-        # Only slots from 1 to `count` - 1.
+        # Selects the slots from 1 to `count` - 1.
         is_other = arith.cmpi(
             arith.CmpIPredicate.ult,
             arith.subi(slot, _constant(1)),
@@ -349,9 +349,9 @@ def add_sums_of_slots(first, others, slots, count: jax.Array) -> None:
 
 
 def _of_wgmma() -> tuple[ir.Value, ir.Value]:
-    """The first row and column of `wgmma`'s results that a thread has.
+    """The first row and column of a `wgmma` result that this thread has.
 
-    It has two of every eight columns, of this row and of the row 8 below.
+    The thread has two of every eight columns, in this row and in the row 8 below.
     """
     thread = _thread()
     row = arith.addi(

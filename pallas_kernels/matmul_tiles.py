@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import rem
 
-_BYTES = 128  # of each row in a step
+_BYTES = 128  # bytes of each row in a step
 STEP = 64  # elements of the summed dimension in a step: 128 bytes of bfloat16
-ROWS = 64  # rows of a warpgroup, as `wgmma` needs
+ROWS = 64  # rows of a warpgroup, as `wgmma` requires
 STAGES = 4  # number of steps that are copied in advance
 # Registers of a thread that computes and of one that copies, by the number of warpgroups
 # that compute. Warpgroups can only exchange registers. At first all threads have equally many:
@@ -190,16 +190,19 @@ def call(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # No memory is needed: a warp has whole rows of `wgmma`'s results when it sums columns.
+            # No memory is needed for reductions: a warp has whole rows of `wgmma`'s results when
+            # it sums columns.
             reduction_scratch_bytes=0,
-            # With the default semantics, inferring the layouts takes half a minute.
+            # With the default semantics, JAX infers layouts, which takes half a minute.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )(*arguments)
 
 
 def numbers(*scalars: jax.typing.ArrayLike) -> list[jax.Array]:
-    """int32 operands of a GPU program, an array for each: joining them takes more launches."""
+    """Converts scalars to int32 operands of a GPU program, an array each: joining them takes more
+    launches.
+    """
     return [jnp.reshape(jnp.asarray(x, jnp.int32), 1) for x in scalars]
 
 
@@ -217,7 +220,7 @@ def transforms(
 
 def store(target, values: jax.Array) -> None:
     """Writes an array from registers to a reference into global memory."""
-    if hasattr(plgpu, "store"):  # JAX 0.12 requires it; JAX 0.11 lacks it
+    if hasattr(plgpu, "store"):  # JAX 0.12 requires `plgpu.store`; JAX 0.11 lacks it
         plgpu.store(target, values, optimized=False)
     else:
         target[...] = values

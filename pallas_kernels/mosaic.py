@@ -1,6 +1,6 @@
-"""Mosaic GPU of Pallas, which is imported when a GPU program first uses it.
+"""Access to Mosaic GPU of Pallas, which is imported when a GPU program first uses it.
 
-The import takes .3 s, which a machine that runs no GPU program saves.
+The import takes 0.3 s, which a machine that runs no GPU program saves.
 """
 
 import concurrent.futures
@@ -48,7 +48,7 @@ def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     def call(*operands: Any) -> Any:
         checked = list(operands)
         for i, operand in enumerate(operands):
-            if isinstance(operand, jax.Array):  # not a reference
+            if isinstance(operand, jax.Array):  # references need no check
                 checked[i] = on_one_device(operand)
                 break
         return launch(*checked)
@@ -57,12 +57,14 @@ def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def on_one_device(array: jax.Array) -> jax.Array:
-    """Returns the array; an error if XLA would divide the program, as `kernel` says."""
+    """Returns the array; raises an error at compilation if XLA would divide the program, see
+    `kernel`.
+    """
     return _on_one_device.bind(array)
 
 
 def _lower_on_one_device(ctx: mlir.LoweringRuleContext, array: Any) -> list[Any]:
-    # In `jax.shard_map` the context is of another class, without this number.
+    # In `jax.shard_map`, the context has another class, without this attribute.
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     if devices is not None and devices > 1:
         raise ValueError(
@@ -87,14 +89,14 @@ mlir.register_lowering(_on_one_device, _lower_on_one_device, platform="cuda")
 
 @functools.cache
 def ask_once() -> None:
-    """Makes Mosaic remember the version of ptxas.
+    """Caches the version of ptxas, which Mosaic queries.
 
-    It queries the version at each conversion of a boolean, so at each branch of a program, and
-    starts a process each time: more than half of the time in which programs are lowered.
+    Mosaic queries it at each conversion of a boolean, so at each branch of a program, and starts a
+    process each time. This takes more than half of the time in which programs are lowered.
     """
     from jax._src import lib
 
-    # A private name of JAX, which may change: then Mosaic queries each time.
+    # A private name of JAX, which may change. Without it, Mosaic queries the version each time.
     library = getattr(lib, "mosaic_gpu", None)
     extension: Any = getattr(library, "_mosaic_gpu_ext", None)
     ask = getattr(extension, "_get_ptxas_isa_version", None)
@@ -112,7 +114,7 @@ def compile_beside() -> None:
     """
     from jax.experimental.mosaic.gpu import core
 
-    # A private name of JAX, which may change: then XLA compiles all programs itself.
+    # A private name of JAX, which may change. Without it, XLA compiles all programs itself.
     known = getattr(core, "KNOWN_KERNELS", None)
     if type(known) is dict:
         vars(core)["KNOWN_KERNELS"] = _Lowered(known)
@@ -131,9 +133,11 @@ class _Lowered(dict[bytes, bytes]):
 
 
 def _compile(kernel_hash: bytes, module: bytes) -> None:
-    """Compiles a program with a module. It never runs, so its operands do not matter."""
+    """Compiles a program that contains this module. The program never runs, so its operands do not
+    matter.
+    """
     if not threading.main_thread().is_alive():
-        return  # the program is not needed any more
+        return  # the process is ending, so the program is not needed
     x = jax.ShapeDtypeStruct((1,), jnp.float32)
     launch = jax.ffi.ffi_call("mosaic_gpu_v2", x, has_side_effect=True)
     settings = dict.fromkeys(

@@ -29,10 +29,10 @@ from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import ROWS, num_programs, transforms
 
 _WORDS = tiles.TILE_ITEMS // 32
-SLOPES_COLUMNS = 64  # columns of slopes that are written at once
-_PIECE = 16  # columns that are computed at once
+SLOPES_COLUMNS = 64  # number of columns of slopes that are written at once
+_PIECE = 16  # number of columns that are computed at once
 _LOG2E = math.log2(math.e)
-_LEAST = 8  # columns of the smallest array
+_LEAST = 8  # number of columns in the smallest array
 
 
 def label_words(
@@ -159,7 +159,7 @@ def slopes(
 
 
 def slopes_inputs(of_labels, vectors) -> list[jax.Array]:
-    """The arrays that `SlopesEpilogue` reads from global memory, in order."""
+    """The arrays that `SlopesEpilogue` reads from global memory, in its order."""
     weights = jnp.reshape(vectors[0], (-1, ROWS))
     weightless = jnp.any(weights == 0, axis=1).astype(jnp.int32)
     return [*of_labels, weightless, *vectors]
@@ -197,23 +197,25 @@ class SlopesEpilogue:
             ref[div(column, tiles.COLUMNS), pl.ds(row, ROWS)] = values
 
     def of_rows(self, row, inputs) -> tuple:
-        """For 64 rows: whether any weight is 0, and the `vectors` of the rows."""
+        """For 64 rows: whether the weight of any row is 0, and the `vectors` of the rows."""
         weightless_gmem, *refs = inputs[self.num_labels :]
         return weightless_gmem[div(row, ROWS)], [
             tiles.row_vector(ref, row) for ref in refs
         ]
 
     def labels(self, row, column, inputs) -> tuple:
-        """A tile's labels for `listed`, and the number of labels in each part of it."""
+        """The labels of a tile, as `listed` takes them, and their number in each part of the
+        tile.
+        """
         return load_labels(inputs[: self.num_labels], row, column)
 
     def no_sums(self):
-        """The initial sums, before the first part."""
+        """The initial sums, for the first part of a tile."""
         zeros = tiles.column_numbers(_LEAST).astype(jnp.float32) * 0.0
         return zeros, zeros
 
     def total(self, sums):
-        """An array `[64, _]` whose sums over the columns are the values."""
+        """Converts sums to an array `[64, _]` whose sums over the columns are the values."""
         total, odds = sums
         return total + _log1p(odds)
 
@@ -260,7 +262,7 @@ class SlopesEpilogue:
         def work(labelled=True, masked=False):
             operands = products, places, sums
             if masked or not labelled:
-                # Without the barrier LLVM hoists the code that both branches share, which takes
+                # Without the barrier, LLVM hoists code that both branches contain, which takes
                 # more registers.
                 operands = lax.optimization_barrier(operands)
             mine, bits, after = operands
@@ -282,7 +284,7 @@ class SlopesEpilogue:
 
     def write(self, slopes, row, column, smem, outputs):
         """Writes slopes to `smem`, and starts their copy to global memory."""
-        # An earlier copy from the buffer must have ended.
+        # Waits until an earlier copy from the buffer has ended.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem[...] = slopes
         plgpu.commit_smem()
@@ -303,7 +305,7 @@ def no_scores(
     They are the largest score, -inf, and the sum of exponentials, 0; with labels also their number
     and the sum of their scores, both 0.
     """
-    # Each program of `score_tiles` works on two times 128 items at once.
+    # Each program of `score_tiles` works on two blocks of 128 items at once.
     zeros = jnp.zeros((2 * num_programs(), batch), jnp.float32)
     return [zeros - jnp.inf, zeros, *([zeros, zeros] if with_labels else [])]
 
@@ -370,7 +372,7 @@ def normalise(
 
         def finish(masked):
             mine = products
-            if masked:  # as in `SlopesEpilogue`
+            if masked:  # the branches are those of `SlopesEpilogue`
                 mine = lax.optimization_barrier(mine)
             scores = [scores_of(c, mine, masked) for c in parts]
             largest = jnp.max(functools.reduce(jnp.maximum, scores), axis=1)
@@ -384,7 +386,7 @@ def normalise(
             total = total + before[1] * jnp.exp2((before[0] - shift) * _LOG2E)
             sums = []
             if labels_gmem:
-                # Mosaic lowers the last branch of a `cond` twice: the shorter is last.
+                # Mosaic lowers the last branch of a `cond` twice, so the shorter branch is last.
                 sums = lax.cond(
                     sum(counts) != 0, lambda: sums_of_labels(scores), lambda: before[2:]
                 )
@@ -410,7 +412,7 @@ def normalise(
 
 
 class ItemLayer:
-    """The scale and the bias of the items; each may be None."""
+    """The scale and the bias of each item; either may be None."""
 
     def __init__(self, bias, scale):
         self.bias, self.scale = bias, scale
@@ -456,7 +458,7 @@ def _log1p(x):
 
 
 def load_words(words_gmem, row, column):
-    """`[64, 8]` words of a tile, shifted so that the bits of item `column` come first."""
+    """Reads `[64, 8]` words of a tile, shifted so that the bits of item `column` come first."""
     first = pl.multiple_of(div(column, tiles.TILE_ITEMS) * _WORDS, _WORDS)
     block = words_gmem.at[pl.ds(row, ROWS), pl.ds(first, _WORDS)]
     words = plgpu.load(block, layout=plgpu.Layout.WGMMA, optimized=False)
@@ -469,7 +471,7 @@ def label_arrays(labels: Labels) -> list[jax.Array]:
 
 
 def load_labels(refs, row, column):
-    """A tile's labels for `listed`, and the number of labels in each 64 columns of it."""
+    """Reads the labels of a tile, as `listed` takes them, and their number in each 64 columns."""
     place = div(column, SLOPES_COLUMNS)
     parts = range(tiles.COLUMNS // SLOPES_COLUMNS)
     if len(refs) == 2:
@@ -477,7 +479,8 @@ def load_labels(refs, row, column):
         counts = [blocks_gmem[div(row, ROWS), place + i] for i in parts]
         return tiles.row_vector(columns_gmem, row) - column, counts
     (words_gmem,) = refs
-    batch = words_gmem.shape[0] // (ROWS + 1) * ROWS  # 65 rows of words for each 64
+    # There are 65 rows of words for each 64 rows.
+    batch = words_gmem.shape[0] // (ROWS + 1) * ROWS
     at = batch + div(row, ROWS)
     counts = [words_gmem[at, place + i] for i in parts]
     return load_words(words_gmem, row, column), counts

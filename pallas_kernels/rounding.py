@@ -71,12 +71,14 @@ class Noise(NamedTuple):
 def of_rows(
     key: Int32[Array, "..."], rows: Int32[Array, "*shape"]
 ) -> Int32[Array, "*shape"]:
-    """The rows' part of the random bits, from `Noise.key` and the rows' numbers."""
+    """The part of the random bits that depends on rows, computed from `Noise.key` and row
+    numbers.
+    """
     return _joined(key, _mixed(rows))
 
 
 def of_columns(columns: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """The columns' part of the random bits, from the columns' numbers."""
+    """The part of the random bits that depends on columns, computed from column numbers."""
     return _mixed(columns)
 
 
@@ -103,7 +105,8 @@ def random_bits(
 ) -> Int32[Array, "..."]:
     """16 random bits for each element, in the lower half of a word; see `rounded`."""
     value = _joined(rows, columns)
-    value = value ^ 12  # length of the three words in bytes
+    # The hash function mixes in the length of the three words, 12 bytes.
+    value = value ^ 12
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         value = value ^ _shifted(value, shift)
         value = value * _word(factor)

@@ -33,12 +33,14 @@ from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import store as store_registers
 from pallas_kernels.teams import Team, team_for
 
-_THREADS = 128  # in a warpgroup: rows are cut into multiples of it
-_FEWEST = 8  # smallest number of entries of a program
-_STRIDE = 2**15  # largest distance of programs in a turn: its square is an int32
+# Threads of a warpgroup. The width of a piece of a row is a multiple of this.
+_THREADS = 128
+_FEWEST = 8  # smallest number of entries in a program
+# Largest distance of consecutive programs in a turn: its square must fit into int32.
+_STRIDE = 2**15
 _WAYS = 8  # each step of a search divides the rows into this many parts
-# Columns of a program that adds the pieces of cut rows. On ml20m, 512 columns with 8 pieces
-# at once take 6.6 us; 256 columns with 16 pieces take 10 us.
+# Number of columns of a program that adds the pieces of cut rows. On ml20m, 512 columns with 8
+# pieces at once take 6.6 us; 256 columns with 16 pieces take 10 us.
 REDUCE_CHUNK = 512
 
 
@@ -67,10 +69,11 @@ class Config:
 
 
 def entries_for(nse: int, programs: int, most: int = 64) -> int:
-    """Entries of a program: `most`, or fewer, so that a small input has `programs` programs too.
+    """The number of entries in a program: `most`, or fewer so that there are at least `programs`
+    programs.
 
-    A program processes its entries one by one, and catching up or updating a row
-    takes longer than computing its gradient. So a batch of few entries needs many short programs.
+    A program processes its entries one by one, and bringing a row up to date or updating it takes
+    longer than computing its gradient. So a batch of few entries needs many short programs.
     """
     entries = most
     while entries > _FEWEST and nse < programs * entries:
@@ -79,12 +82,12 @@ def entries_for(nse: int, programs: int, most: int = 64) -> int:
 
 
 def takes_narrow(hidden: int) -> bool:
-    """Whether teams of lanes can take rows with this few elements."""
+    """Whether teams of lanes support rows with this few elements."""
     return hidden < _THREADS and hidden % 8 == 0
 
 
 def team_of(hidden: int, itemsize: int, threads: int, chunk: int) -> Team:
-    """The team of `threads` threads for rows, or for pieces of up to `chunk` elements."""
+    """The team of `threads` threads for whole rows, or for pieces of at most `chunk` elements."""
     if threads == _THREADS:
         return Team(threads, *chunk_of(hidden, chunk, itemsize))
     team = team_for(hidden, itemsize, threads)
@@ -117,7 +120,9 @@ def chunk_of(hidden: int, most: int, itemsize: int) -> tuple[int, int]:
 
 
 def columns_of(hidden: int, chunk: int):
-    """The columns of a program. It has a whole chunk, so the last two chunks may overlap."""
+    """The columns of this program. Each program has a whole chunk, so the last two chunks may
+    overlap.
+    """
     start = lax.axis_index("chunk") * chunk
     if hidden % chunk:
         start = jnp.minimum(start, hidden - chunk)
@@ -127,15 +132,15 @@ def columns_of(hidden: int, chunk: int):
 def compiler_params() -> plgpu.CompilerParams:
     """Compiler parameters of programs that gather or update rows."""
     return plgpu.CompilerParams(
-        # No program reads memory that it or another program has written.
+        # Barriers are not needed: no program reads memory that it or another program has written.
         unsafe_no_auto_barriers=True,
-        # With the default semantics, inferring the layouts takes half a minute.
+        # With the default semantics, JAX infers layouts, which takes half a minute.
         lowering_semantics=plgpu.LoweringSemantics.Lane,
     )
 
 
 def _by_period(place: jax.Array, programs: int, config: Config) -> jax.Array:
-    """The program number for a position in the order in which programs run."""
+    """Converts a position in the order of execution to a program number."""
     if not config.period:
         return place
     # This many programs have a whole number of periods. Each begins elsewhere in its period.
@@ -206,7 +211,7 @@ def sum_body(
         length = nse // num_rows
         if length * num_rows != nse:
             return search_rows(entries)
-        # If all rows have the same length, no search is needed.
+        # If all rows are equally long, a division replaces the search.
         rows = [div(entry, length) for entry in entries]
         found = functools.reduce(
             jnp.logical_and,
@@ -245,7 +250,9 @@ def sum_body(
         return tuple(lax.fori_loop(0, steps, narrow, start)[1:])
 
     def row_of(entry, low, high):
-        """The row in [low, high) to which the entry belongs. Short code for a rare case."""
+        """Finds the row in [low, high) to which an entry belongs, by short code, because the case
+        is rare.
+        """
 
         def halve(bounds):
             low, high = bounds
@@ -335,7 +342,7 @@ def sum_body(
             loaded = [load_row(i) for i in safe]
             each = [tuple(values[u] for values in entries) for u in range(unroll)]
             ahead = [read_ahead(columns, entry) for entry in each]
-            # Loaded in advance: an index takes as long to arrive as a row.
+            # Loaded in advance, because an index takes as long to arrive as a row.
             upcoming = lax.cond(
                 position + unroll < last,
                 lambda: load_entries(position + unroll),
@@ -369,7 +376,7 @@ def sum_body(
                 return state
 
             def row_each():
-                # `end_row` adds the last entry.
+                # `end_row` adds the last entry itself.
                 for u in range(unroll - 1):
                     store(row + u, columns, term(u), each[u], ahead[u])
                 new = row + unroll - 1
@@ -384,7 +391,7 @@ def sum_body(
                 one_each &= position + unroll <= last
                 return lax.cond(one_each, row_each, several_rows)
 
-            # Mosaic lowers the last branch of a `cond` twice: the shorter one is last.
+            # Mosaic lowers the last branch of a `cond` twice, so the shorter branch is last.
             several = (position + unroll > end) | (largest >= num_cols)
             state = lax.cond(
                 several, several_or_each if single else several_rows, one_row

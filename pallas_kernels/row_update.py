@@ -31,16 +31,16 @@ from pallas_kernels.row_sums import (
 )
 from pallas_kernels.teams import Team, on_teams, team_for
 
-# Updates a row: (the row of each array, its gradient, its missed steps or none, scalars, a
-# function for the mean over a row) -> the new row of each array.
+# `Update` is a function that updates a row: (the row of each array, its gradient, its missed steps
+# or none, scalars, function that computes the mean over a row) -> new row of each array.
 Mean = Callable[[jax.Array], jax.Array]
 Update = Callable[
     [list[jax.Array], jax.Array, jax.Array | None, list[jax.Array], Mean],
     Sequence[jax.Array],
 ]
 
-# Number of programs for a large batch. Twice as many make a batch of
-# 100,000 entries slower: more pieces of popular rows remain to be added.
+# Number of programs for a large batch. With twice as many, a batch of 100,000 entries is slower:
+# more pieces of popular rows must be added afterwards.
 _PROGRAMS = 4_096
 
 
@@ -50,7 +50,7 @@ def default_config(hidden: int, nse: int, by_row: bool = False) -> Config:
     entries = entries_for(nse, _PROGRAMS)
     if (by_row or takes_narrow(hidden)) and (team := team_for(hidden, 4)):
         unroll, threads = 8 if hidden <= 16 else 4, team.threads
-        if hidden == 128:  # 3 % faster than a whole warp
+        if hidden == 128:  # half a warp is 3 % faster here than a whole warp
             threads = 16
         return Config(entries=entries, unroll=unroll, chunk=chunk, threads=threads)
     return Config(entries=entries, unroll=4, chunk=chunk)
@@ -132,9 +132,11 @@ def row_update(
         return list(arrays)
     if config is None:
         config = default_config(hidden, nse, by_row)
-        if table is not None:  # a row needs more registers and code
+        # Bringing rows up to date needs more registers and code for each row.
+        if table is not None:
             config = dataclasses.replace(config, unroll=min(config.unroll, 4))
-            # With fewer teams in a warp, fewer rows are updated in sequence: for 16, 32 us -> 23.
+            # With fewer teams in a warp, fewer rows are updated one after the other: with 16
+            # teams, 32 us become 23.
             if config.threads == 4:
                 config = dataclasses.replace(config, threads=8)
 
@@ -169,7 +171,7 @@ def _moved(team: Team, update, catch_up, operands, valued, lagged, config):
         entries_gmem, numbers_gmem, arrays_gmem = _split(refs, len(entries), len(given))
 
         def read_ahead(columns, entry):
-            """Loads the row to be updated, at the last entry of its gradient."""
+            """Loads the row to be updated, when the last entry of its gradient is read."""
             target = entry[-len(extras)]
             return jax.lax.cond(
                 target >= 0,
@@ -178,7 +180,7 @@ def _moved(team: Team, update, catch_up, operands, valued, lagged, config):
             )
 
         def ready(entry, old):
-            """The row, up to date. The teams of a warp compute theirs together."""
+            """Computes the up-to-date row. The teams of a warp do this together."""
             if catch_up is None:
                 return old
             target, lag = entry[-2:]
@@ -248,7 +250,7 @@ def _moved(team: Team, update, catch_up, operands, valued, lagged, config):
 
 @dataclasses.dataclass(frozen=True)
 class _Mover:
-    """How a team updates a row.
+    """Reads, updates and writes rows for a team.
 
     Attributes:
       team: team that has the row, or a piece of it.
@@ -266,7 +268,9 @@ class _Mover:
     num_scalars: int
 
     def read(self, arrays_gmem, target, columns):
-        """Row `target` of the arrays; for an array with one number a row, that number."""
+        """Reads row `target` of the arrays. For an array with one number for each row, reads that
+        number.
+        """
         return [
             ref[target, 0]
             if ref.shape[1] == 1
@@ -295,11 +299,15 @@ class _Mover:
         return list(self.catch_up(self.wide(old), line, shared_of(shared_gmem)))
 
     def _numbers(self, numbers_gmem):
-        """Table and shared numbers, if any; scalars; then key and first row, if any."""
+        """Divides the numbers into: table and shared numbers, if any; scalars; key and first row,
+        if any.
+        """
         return _split(numbers_gmem, 0 if self.catch_up is None else 2, self.num_scalars)
 
     def move(self, arrays_gmem, numbers_gmem, columns, old, gradient, extra):
-        """Computes the row that `extra` names from the old row and the gradient, and writes it."""
+        """Computes the new values of the row that `extra` names from old row and gradient, and
+        writes them.
+        """
         _, scalars_gmem, noise_gmem = self._numbers(numbers_gmem)
         target, *lag = extra
         number = (lambda value: value) if self.by_row else self.team.splat
@@ -321,7 +329,7 @@ class _Mover:
 
 
 def _split(refs, *counts):
-    """The first `counts[0]` refs, the next `counts[1]`, and the rest."""
+    """Splits references into groups of `counts`, and the rest."""
     parts = []
     for count in counts:
         parts.append(refs[:count])

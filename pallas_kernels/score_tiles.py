@@ -29,13 +29,14 @@ from pallas_kernels.matmul_tiles import (
     step_of,
 )
 
-TILE_ROWS = 128  # rows of a program's tile
-TILE_ITEMS = 256  # items of a program's tile
-WARPGROUPS = 4  # in a tile: two along rows, two along items
-COLUMNS = TILE_ITEMS // 2  # items of a warpgroup
-WIDE_ITEMS = WARPGROUPS * COLUMNS  # items of a program's tile of 64 rows
-_WIDE_STAGES = 3  # steps of such tiles that fit in shared memory
-# This many tiles of items are computed in parallel: they and `h` stay in the cache.
+TILE_ROWS = 128  # number of rows in a program's tile
+TILE_ITEMS = 256  # number of items in a program's tile
+# Number of warpgroups that share a tile: two along rows, two along items.
+WARPGROUPS = 4
+COLUMNS = TILE_ITEMS // 2  # number of items of a warpgroup
+WIDE_ITEMS = WARPGROUPS * COLUMNS  # number of items in a program's tile of 64 rows
+_WIDE_STAGES = 3  # number of steps of such a wide tile that fit in shared memory
+# Number of tiles along items that are computed in parallel: they and `h` stay in the cache.
 _WIDTH = 8
 
 
@@ -172,39 +173,39 @@ def score_tiles(
 
 
 def row_vector(ref, row) -> jax.Array:
-    """`[64]` elements from `row` on, for `spread_rows`."""
+    """Reads 64 elements from `row` on, in the layout for `spread_rows`."""
     layout = plgpu.Layout.WGMMA.reduce(1)
     return plgpu.load(ref.at[pl.ds(row, ROWS)], layout=layout, optimized=False)
 
 
 def spread_rows(vector: jax.Array, columns: int) -> jax.Array:
-    """`[64, columns]` with `vector` in each column."""
+    """An array `[64, columns]` with `vector` in each column."""
     return lax.broadcast_in_dim(vector, (ROWS, columns), (0,))
 
 
 def column_vector(ref, column, columns: int) -> jax.Array:
-    """`[columns]` elements from `column` on, for `down_rows`."""
+    """Reads `columns` elements from `column` on, in the layout for `down_rows`."""
     layout = plgpu.Layout.WGMMA.reduce(0)
     return plgpu.load(ref.at[pl.ds(column, columns)], layout=layout, optimized=False)
 
 
 def one_each(ref, column, columns: int) -> jax.Array:
-    """`[columns]` elements from `column` on, in the order of threads."""
+    """Reads `columns` elements from `column` on, one for each thread."""
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=1)
     return plgpu.load(ref.at[pl.ds(column, columns)], layout=layout, optimized=False)
 
 
 def down_rows(vector: jax.Array) -> jax.Array:
-    """`[64, columns]` with a `column_vector` in each row."""
+    """An array `[64, columns]` with a `column_vector` in each row."""
     return lax.broadcast_in_dim(vector, (ROWS, *vector.shape), (1,))
 
 
 def spread_columns(ref, column, columns: int) -> jax.Array:
-    """`[64, columns]` with elements `column ...` of a vector in each row."""
+    """Reads `columns` elements from `column` on into each row of an array `[64, columns]`."""
     return down_rows(column_vector(ref, column, columns))
 
 
 def column_numbers(columns: int) -> jax.Array:
-    """`[64, columns]` with 0, 1, 2 ... in each row."""
+    """An array `[64, columns]` with 0, 1, 2, ... in each row."""
     shape, layout = (ROWS, columns), plgpu.Layout.WGMMA
     return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)

@@ -20,12 +20,12 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels import mosaic as plgpu
 
 _LANES = 128  # threads of a warpgroup
-_PIECE = 64 * _LANES  # numbers that a warpgroup keeps in registers
+_PIECE = 64 * _LANES  # most numbers that a warpgroup has in registers
 _LEAST, _LARGEST = -(2**31), 2**31 - 1
-_INFINITY = 0x7F800000  # as bits
-_WORDS = 8  # words whose bits are counted together
-# If a row has more numbers, they are put into groups of neighbours, so that each pass over the
-# remaining numbers stays in registers.
+_INFINITY = 0x7F800000  # the bits of infinity
+_WORDS = 8  # number of words whose bits are counted together
+# A row with more numbers than the first constant is divided into groups of neighbours, of the size
+# of the second, so that each pass over the remaining numbers stays in registers.
 _MANY, _GROUP = 2 * _PIECE, 32
 
 
@@ -108,7 +108,8 @@ def pick(
     size: int = 1,
 ) -> Shaped[Array, "batch places"]:
     """The `size` members of some groups of each row."""
-    # Gathered from a flat array: `take_along_axis` would first write its indices to memory.
+    # Gathered from a flat array, because `take_along_axis` would first write its indices to
+    # memory.
     batch, count = array.shape
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None] * (count // size)
     flat = array.reshape(-1, size).at[rows + groups]
@@ -120,13 +121,13 @@ def _num_bits(words: jax.Array) -> jax.Array:
 
 
 def _first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
-    """The words with only the lowest n of their set bits."""
+    """Keeps the lowest n set bits of each word, and clears the others."""
     below = jnp.left_shift(jnp.uint32(1), _nth_bit(words, n).astype(jnp.uint32)) - 1
     return jnp.where(n >= _num_bits(words), words, words & below)
 
 
 def _nth_bit(words: jax.Array, n: jax.Array) -> jax.Array:
-    """The position of the set bit that has n set bits below it."""
+    """The position of the set bit above exactly n other set bits."""
     place = jnp.zeros_like(n)
     for width in (16, 8, 4, 2, 1):
         low = words & jnp.uint32((1 << width) - 1)
@@ -139,10 +140,10 @@ def _nth_bit(words: jax.Array, n: jax.Array) -> jax.Array:
 
 
 def in_order(numbers: Float[Array, "..."]) -> Int[Array, "..."]:
-    """int32 numbers with the order of the floats. NaN is the largest; 0 and -0 are equal."""
+    """Maps floats to int32 numbers with equal order. NaN is the largest; 0 and -0 are equal."""
     bits = lax.bitcast_convert_type(numbers, jnp.int32)
     bits = jnp.where(bits < 0, _LEAST - bits, bits)
-    # Mosaic takes the result of `where` to be signed only if its second operand is.
+    # Mosaic treats the result of `where` as signed only if its second operand is signed.
     return jnp.where(jnp.abs(bits) <= _INFINITY, bits, _LARGEST)
 
 

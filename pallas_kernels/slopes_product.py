@@ -37,11 +37,11 @@ from pallas_kernels.score_tiles import COLUMNS, TILE_ROWS
 
 MAX_HIDDEN = 256
 _WARPGROUPS = TILE_ROWS // ROWS
-_TILES = 2  # tiles of the kernel's rows in shared memory
-# The odds of this many tiles are multiplied before a logarithm is taken. Each tile has 16
-# factors of at most 2.
+_TILES = 2  # number of tiles of the kernel's rows in shared memory
+# Number of tiles whose odds are multiplied before a logarithm is taken. Each tile has 16 factors
+# of at most 2.
 _TILES_OF_ODDS = 4
-# Registers of a thread that computes, and of a thread that copies; see `matmul_tiles`.
+# Registers of each computing thread, and of each copying thread; see `matmul_tiles`.
 _REGISTERS = 240, 24
 
 
@@ -76,7 +76,8 @@ def slopes_product(
     layer = ItemLayer(bias, None)
     of_labels = label_arrays(labels)
     epilogue = SlopesEpilogue(function, layer, len(of_labels), with_values)
-    of_items = [kernel, *layer.arrays()]  # copied to shared memory, a tile at a time
+    # These are copied to shared memory, one tile at a time.
+    of_items = [kernel, *layer.arrays()]
     inputs = slopes_inputs(of_labels, vectors)
 
     def body(start_gmem, limit_gmem, h_gmem, *refs):
@@ -105,7 +106,8 @@ def slopes_product(
                 (i,) = info.index
                 row, part = rem(i, down) * TILE_ROWS, div(i, down)
                 steps = div(count - 1 - part, parts) + 1
-                done = info.local_index * across  # see `parts`
+                # Number of tiles that this program has processed; see `parts`.
+                done = info.local_index * across
 
                 def tile(j):
                     column = (part + j * parts) * COLUMNS
@@ -159,7 +161,7 @@ def slopes_product(
                     def _():
                         plgpu.barrier_wait(full.at[slot])
 
-                    # After the last tile the slot has arbitrary data, whose product is not used.
+                    # After the last tile, the slot has arbitrary data, whose product is not used.
                     items = kernel_smem.at[slot].transpose((1, 0))
                     plgpu.wgmma(sums, h_smem.at[mine], items)
 

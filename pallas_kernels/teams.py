@@ -25,7 +25,7 @@ from pallas_kernels import mosaic as plgpu
 
 _BLOCK = 128  # threads of a block: a warpgroup
 _WARP = 32
-_MOST = 16  # most elements of a row in a lane, as they are in its registers
+_MOST = 16  # most elements of a row for each lane, as they are in registers
 _BYTES = 16  # most bytes that a lane accesses at once
 
 
@@ -58,7 +58,8 @@ class Team:
         tiles, lanes = [(self.vec,)], []
         if self.threads > 1:
             tiles, lanes = [(self.threads * self.vec,), *tiles], [-2]
-        if self.threads < _WARP:  # Mosaic treats other teams as copies of this one
+        # Mosaic treats the other teams of the warpgroup as copies of this one.
+        if self.threads < _WARP:
             lanes = [plgpu.Replicated(_WARP // self.threads), *lanes]
         return plgpu.Layout.TILED(
             plgpu.Tiling(tuple(tiles)),
@@ -72,7 +73,7 @@ class Team:
         block = lax.axis_index("program")
         if self.count == 1:
             return block
-        from pallas_kernels.lanes import thread_over  # imports Mosaic GPU
+        from pallas_kernels.lanes import thread_over  # this import loads Mosaic GPU
 
         return block * self.count + thread_over(self.threads)
 
@@ -90,10 +91,10 @@ class Team:
         return plgpu.load(ref, layout=self.layout, optimized=False)
 
     def elements(self, row: jax.Array) -> list[jax.Array]:
-        """The elements of a row that one thread has, as scalars."""
+        """The elements of a row that this thread has, as scalars."""
         if self.count == 1:
             return [row[i] for i in range(self.width)]
-        from pallas_kernels.lanes import elements_of  # imports Mosaic GPU
+        from pallas_kernels.lanes import elements_of  # this import loads Mosaic GPU
 
         return elements_of(row, self.layout)
 
@@ -101,7 +102,7 @@ class Team:
         """The sum of the row's elements, in float32."""
         if self.count == 1:
             return jnp.sum(row)
-        from pallas_kernels.lanes import sum_over  # imports Mosaic GPU
+        from pallas_kernels.lanes import sum_over  # this import loads Mosaic GPU
 
         return sum_over(self.threads, self.layout)(row)
 

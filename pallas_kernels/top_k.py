@@ -22,11 +22,12 @@ from pallas_kernels.output_loss import ItemLayer, listed, load_labels, word_and_
 from pallas_kernels.selection import members, pick
 
 GROUP = 16
-BLOCK = tiles.COLUMNS  # items of which a warpgroup computes a maximum
+BLOCK = tiles.COLUMNS  # number of items over which a warpgroup computes a maximum
 _GROUPS = BLOCK // GROUP
-# Groups whose scales and biases are loaded in advance, if they come from global memory.
+# First items of the groups whose scales and biases are loaded in advance, if they come from global
+# memory.
 _AHEAD = range(0, 2 * GROUP, GROUP)
-_STORE = 32  # columns that are written at once: 128 bytes
+_STORE = 32  # number of columns that are written at once: 128 bytes
 
 
 def maxima(
@@ -78,7 +79,7 @@ def maxima(
         labels = [load_labels([ref], row, column) for ref in words_refs]
         rows = [tiles.row_vector(ref, row) for ref in rows_refs]
         item = first + column
-        if with_scores:  # the scores take all shared memory
+        if with_scores:  # the scores take all of the shared memory
             ahead = [layer.load(layer_refs, item + c, GROUP) for c in _AHEAD]
             products = make()
         else:
@@ -108,7 +109,7 @@ def maxima(
 
         def finish(masked, words):
             operands = products, words
-            if masked:  # as in `output_loss.slopes`
+            if masked:  # the branches are those of `output_loss.slopes`
                 operands = lax.optimization_barrier(operands)
             places = tiles.column_numbers(_GROUPS)
             largest = places.astype(jnp.float32)
@@ -127,7 +128,7 @@ def maxima(
                     largest = jnp.where(places == i // GROUP, here, largest)
                 if not with_scores:
                     continue
-                # An earlier copy from the buffer must have ended.
+                # Waits until an earlier copy from the buffer has ended.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 smem[warpgroup] = lax.concatenate(pieces, 1)
                 plgpu.commit_smem()
@@ -208,7 +209,7 @@ def scores_of_groups(
     beside = [None if x is None else x[items] for x in (scale, bias)]
     width = next(n for n in (4 * STEP, 2 * STEP, STEP) if hidden % n == 0)
     steps = hidden // width
-    of_part = count // across // parts  # number of blocks of 64 items
+    of_part = count // across // parts  # number of blocks of 64 items in a part
     total = of_part * steps
     stages = min(3, total)
 
@@ -287,7 +288,7 @@ def scores_of_groups(
         grid=(batch, parts),
         grid_names=("row", "part"),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,  # as for `maxima`: the bits must be equal
+            approx_math=True,  # as in `maxima`, because both must compute equal bits
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )(

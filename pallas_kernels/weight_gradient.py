@@ -14,9 +14,9 @@ from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import ROWS, STEP, call, matmul_tiles, numbers
 
-WARPGROUPS = 2  # warpgroups that compute
-TILE = WARPGROUPS * ROWS  # rows of a tile
-# Columns of the product that sums slopes: the fewest that `wgmma` computes.
+WARPGROUPS = 2  # number of warpgroups that compute
+TILE = WARPGROUPS * ROWS  # number of rows in a tile
+# Number of columns in the product that sums slopes: the fewest that `wgmma` computes.
 SUM_COLUMNS = 8
 
 
@@ -43,7 +43,8 @@ def weight_gradient(
       The gradient, and the float32 sums of the slopes over the batch, or None.
     """
     columns = tile_columns(h.shape[1])
-    width = 2 * STEP // gradient.dtype.itemsize  # columns that are written at once
+    # Number of columns that are written at once.
+    width = 2 * STEP // gradient.dtype.itemsize
     pieces = columns // width
     summing = summing_operands(with_sums)
 
@@ -57,8 +58,8 @@ def weight_gradient(
             sums = make()
             for piece in range(pieces):
                 slot, c = piece % 2, piece * width
-                # An earlier copy from the slot must have ended. If a tile has an odd number of
-                # pieces, that may be the last copy.
+                # Waits until an earlier copy from the slot has ended. If a tile has an odd number
+                # of pieces, that may be the last copy.
                 plgpu.wait_smem_to_gmem(1 - pieces % 2, wait_read_only=True)
                 smem[warpgroup, slot] = sums[:, c : c + width].astype(smem.dtype)
                 plgpu.commit_smem()

@@ -30,7 +30,8 @@ from pallas_kernels.weight_gradient import (
     tile_columns,
 )
 
-# Updates rows: (rows of each array, their gradient, scalars) -> new rows of each array.
+# Function that updates rows: (rows of each array, their gradient, scalars) -> new rows of each
+# array.
 Update = Callable[[list[jax.Array], jax.Array, list[jax.Array]], Sequence[jax.Array]]
 
 # Columns of a piece, and steps of the product that are copied in advance. The first choice that
@@ -115,8 +116,10 @@ def weight_update(
             return pl.ds(row, ROWS), pl.ds(column, width)
 
         def slot_of(tile, warpgroup, c):
-            """A piece's slot, its barrier, and whether the slot held a piece before."""
-            # All pieces of one warpgroup come first, then those of the other: one warpgroup
+            """The slot and the barrier of a piece, and whether the slot held another piece
+            before.
+            """
+            # Numbers all pieces of one warpgroup before those of the other, as one warpgroup
             # begins its next product while the other still updates its pieces.
             number = (tile[2] * WARPGROUPS + warpgroup) * each + c
             slot = rem(number, slots)
@@ -166,7 +169,7 @@ def weight_update(
                 key, first_row = (ref[0] for ref in noise_gmem)
                 row, column = corner_of(tile, warpgroup, c)
 
-                # Hashed once for each row and each column, then broadcast over the piece.
+                # Each row and each column is hashed once, and then broadcast over the piece.
                 def of_axis(axis, first, hashed):
                     size, along = rows.shape[axis], layout.reduce(1 - axis)
                     number = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=along)
