@@ -441,8 +441,9 @@ class DIN(_HistoryModel[DINConfig]):
         found = super()._looked_up(ids)
         if isinstance(ids, CandidateBatch):  # a history for each request
             shared = super()._looked_up(ids.requests)
-            given = (n for n, _ in self.histories if not np.size(ids.candidates[n]))
-            found |= {name: shared[name] for name in given}
+            for name, _ in self.histories:
+                if getattr(ids.candidates[name], "size", 1) == 0:
+                    found[name] = shared[name]
         return found
 
     def _pooled(self, unit, name, candidate, rows):
