@@ -95,7 +95,7 @@ def _of_same_targets(
     """Options to measure each run. If one run has targets, the other is measured on these, too.
 
     Raises:
-        ValueError: the targets of the runs differ.
+      ValueError: the targets of the runs differ.
     """
     stated = [(run.settings.targets, run.settings.weights) for run in runs]
     [first, second], nothing = stated, (None, None)

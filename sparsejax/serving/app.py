@@ -23,15 +23,15 @@ from sparsejax.serving.protocol import RefusedError
 from sparsejax.serving.service import Answered, InHand, Service
 from sparsejax.serving.versions import Versions
 
-# Keys of a request's scope: its `Connection`, and whether its body has arrived already.
+# Keys in a request's scope: its `Connection`, and whether its whole body has already arrived.
 CONNECTION, IS_WHOLE = "sparsejax.connection", "sparsejax.is_whole"
 _HEADER = b"inference-header-content-length"
-# A header in which Envoy, and so Istio and KServe, states how long the client waits.
+# A header of Envoy, and thus of Istio and KServe: how long the client waits for an answer.
 _DEADLINE = b"x-envoy-expected-rq-timeout-ms"
 _CLOSE = {"connection": "close"}
 _INFER = re.compile("/v2/models/[^/]+(/versions/[^/]+)?/infer")
 _JSON = b"application/json"
-# nginx's status for a client that has left; no client receives it.
+# Status for requests whose client has left, as in nginx. No client receives it.
 _GONE = 499
 
 
@@ -50,12 +50,12 @@ class Connection(Protocol):
     def has_left(self) -> bool: ...
 
 
-# Replaces the answer to a request that was refused.
+# Used for the log and metrics of a refused request, which has no answer.
 _NOTHING = Answered(None, 0, None, None)
 
 
 class _Answer(NamedTuple):
-    """Status, headers and body of an answer. Starlette's `Response` takes longer to make."""
+    """Status, headers and body of an answer. Making Starlette's `Response` would take longer."""
 
     status_code: int
     raw_headers: list[tuple[bytes, bytes]]
@@ -109,7 +109,7 @@ def app(service: Service) -> ASGIApp:
     )
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        # Starlette tries routes one by one, which takes a tenth of the time of a prediction.
+        # Starlette compares routes one by one. This takes a tenth of the time of a prediction.
         is_infer = scope["method"] == "POST" and _INFER.fullmatch(scope["path"])
         await (infer if is_infer else routed)(scope, receive, send)
 
@@ -171,10 +171,10 @@ def admin(service: Service, versions: Versions) -> Starlette:
 async def _document(
     request: Request, service: Service, known: Sequence[str]
 ) -> dict[str, Any]:
-    """The JSON object in the body of a request; empty if there is no body.
+    """The JSON object in the body of a request; an empty dict if there is no body.
 
     Raises:
-      RefusedError: the body is no such object, or has unknown fields.
+      RefusedError: the body is not a JSON object, or has unknown fields.
     """
     body = await _body(request.scope, request.receive, service)
     try:
@@ -199,7 +199,7 @@ def _version(service: Service, request: Request):
 
 
 def _asked(scope: Scope) -> tuple[str, str | None]:
-    """The model and the version that are named in a path."""
+    """The model and the version named in a request's path; None if it names no version."""
     _, _, _, model, *rest = scope["path"].split("/")
     return model, rest[1] if rest[:1] == ["versions"] else None
 
@@ -236,7 +236,7 @@ _HANDLERS = {HTTPException: _no_route, RefusedError: _refused}
 class _Inference:
     """The ASGI application that answers prediction requests.
 
-    It uses ASGI directly: Starlette's requests and responses would double the time.
+    It handles ASGI messages itself: Starlette's requests and responses would double the time.
     """
 
     def __init__(self, service: Service):
@@ -281,12 +281,12 @@ class _Inference:
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
-    """The headers of a request. If a header is sent twice, the first one counts."""
+    """The headers of a request. If a header is repeated, its first value is used."""
     return dict(reversed(scope["headers"]))
 
 
 def _instead(error: Exception, identity: str) -> Response:
-    """The answer to a request that failed with this error."""
+    """The response to a request that failed with the given error."""
     if isinstance(error, RefusedError):
         return _refusal(error)
     if isinstance(error, ClientDisconnect):
@@ -322,7 +322,7 @@ async def _infer(
         number,
         read,
         protocol.write,
-        # Python's lock is held while JSON is read, so another thread would not help.
+        # JSON is parsed with Python's lock held, so parsing it in another thread would not help.
         size=0 if header is None else len(body),
         seconds=seconds,
     )
@@ -343,7 +343,7 @@ async def _body(
     service: Service,
     hold: Callable[[int], None] = lambda size: None,
 ) -> bytes:
-    """Reads the body of a request.
+    """Reads the whole body of a request.
 
     Args:
       scope: ASGI scope of the request.
@@ -370,7 +370,7 @@ async def _body(
 
 
 async def _whole(receive: Receive, most: int, hold: Callable[[int], None]) -> bytes:
-    """Reads and joins the parts of a request's body as they arrive."""
+    """Receives the parts of a request's body and joins them."""
     joined, is_whole = None, False
     while not is_whole:
         message = await receive()
@@ -383,7 +383,7 @@ async def _whole(receive: Receive, most: int, hold: Callable[[int], None]) -> by
         hold(len(part))
         if is_whole and joined is None:
             return part  # the usual case, without a copy
-            # Not a list: millions of one-byte parts would take fifty times their size.
+            # A list of parts could take fifty times their size: a client may send single bytes.
         joined = bytearray() if joined is None else joined
         joined += part
     assert joined is not None

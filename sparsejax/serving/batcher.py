@@ -26,9 +26,9 @@ from sparsejax.predictors.runtime import Rows
 from sparsejax.serving.engine import Engine, Shape, Size
 
 Answer = list[np.ndarray]
-# Futures that receive an answer, for another thread or for an asyncio loop.
+# Futures for an answer, which another thread or an asyncio loop awaits.
 Waiting = Future[Answer] | asyncio.Future[Answer]
-# A future, with its answer or its error.
+# A future, and the answer or the error that it will get.
 _Settled = tuple[Waiting, Answer | Exception]
 
 
@@ -92,7 +92,7 @@ class _Request:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Piece:
-    """Rows of a request that go into one batch."""
+    """Rows of a request that are put into the same batch."""
 
     request: _Request
     number: int
@@ -116,7 +116,7 @@ class Batcher:
         observe: Callable[[Batch], None] = lambda batch: None,
         failures: Failures | None = None,
     ):
-        """Starts two threads. One packs the next batch while the device runs the other's.
+        """Starts two threads: one packs the next batch while the device runs the other's batch.
 
         Args:
           engine: engine that runs the batches.
@@ -141,7 +141,7 @@ class Batcher:
         self._idle = threading.Condition(lock)  # the device has become free
         self._queue: collections.deque[_Piece] = collections.deque()
         self._rows = self._entries = 0  # numbers of rows and entries in the queue
-        # `_working`: a batch is on the device. `_ahead`: the next batch has been taken.
+        # `_working`: the device runs a batch. `_ahead`: a thread has taken the batch after it.
         self._working = self._ahead = self._closed = False
         self._full_rows = max(shape.rows for shape in engine.shapes)
         self._full_entries = max(shape.entries for shape in engine.shapes)
@@ -189,7 +189,7 @@ class Batcher:
         with self._changed:
             if self._closed:
                 raise ClosedError("this service ends and takes no further requests")
-            # A request that is larger than the queue is accepted if the queue is empty.
+            # An empty queue accepts any request, even one with more rows than the queue may have.
             if self._rows and self._rows + rows > self._max_rows:
                 raise BusyError(
                     f"{self._rows:,} rows wait already, of {self._max_rows:,} that may; "
@@ -198,7 +198,7 @@ class Batcher:
             for piece in asked:
                 self._count(piece, 1)
             self._queue += asked
-            # While the device works no thread need wake up, unless the batch is full.
+            # While the device is busy, a thread needs to wake up only if a full batch is waiting.
             if self._max_wait or self._may_pack():
                 self._changed.notify()
 
@@ -246,7 +246,7 @@ class Batcher:
         return not self._working and waited >= self._max_wait
 
     def _work(self) -> None:
-        """Takes and runs batches until the batcher is closed."""
+        """Takes batches and runs them until the batcher is closed and its queue empty."""
         while True:
             with self._changed:
                 while not self._may_pack():
@@ -262,7 +262,7 @@ class Batcher:
                 self._serve(*batch)
 
     def _patience(self) -> float | None:
-        """Seconds until an idle device starts on waiting requests; None if it does not wait."""
+        """Seconds until a batch is taken for the idle device; None if there is none to take."""
         if not self._queue or self._working or self._ahead:
             return None
         begins = self._queue[0].request.queued + self._max_wait
@@ -271,8 +271,9 @@ class Batcher:
     def _take(self) -> tuple[list[Waiting], tuple[list[_Piece], Size, Shape] | None]:
         """Takes the next batch from the queue, and removes requests whose deadline has passed.
 
-        A batch has as many rows as a shape holds, in order. If these rows do not fill the shape
-        (see `Engine.is_filled`), but fewer rows fill a smaller one, the others stay in the queue.
+        The batch gets waiting rows in order, as many as the largest shape can hold. If they do not
+        fill their shape (see `Engine.is_filled`), but the first of them fill a smaller one, the
+        others stay in the queue.
         """
         now = time.monotonic()
         late: list[Waiting] = []
@@ -303,17 +304,17 @@ class Batcher:
         return late, (taken[:count], size, shape)
 
     def _free(self) -> None:
-        """Marks the device as free for the next batch."""
+        """Marks the device as free, so that it can run the next batch."""
         with self._changed:
             self._working = False
             self._idle.notify()  # the thread that has packed the next batch
-            # While this thread waits for its batch, the other one packs the next, after waiting
-            # for further requests for `max_wait` at most.
+            # While this thread waits for its batch, the other thread may pack the next one. Before
+            # that, it waits at most `max_wait` for more requests.
             if self.engine.queues and self._queue and not self._ahead:
                 self._changed.notify()
 
     def _serve(self, pieces: list[_Piece], size: Size, shape: Shape) -> None:
-        """Packs a batch, runs it when the device is free, and answers its requests."""
+        """Packs a batch, runs it once the device is free, and answers its requests."""
         taken = time.monotonic()
         error: Exception | None = None
         arguments: list[Any] = []
@@ -356,7 +357,7 @@ class Batcher:
 
 
 def _divided(pieces: Sequence[_Piece], found: Answer) -> list[_Settled]:
-    """Collects the answers of requests that are complete. A request with NaN fails alone."""
+    """Pairs of futures and answers of complete requests. NaN is an error of its request alone."""
     bad = np.zeros(len(found[0]), bool)
     for array in found:
         if array.dtype.kind == "f" and (is_bad := np.isnan(array)).any():
@@ -375,8 +376,8 @@ def _divided(pieces: Sequence[_Piece], found: Answer) -> list[_Settled]:
         elif len(request.answers) == 1:
             settled.append((request.future, answer))
         else:
-            # Copies: otherwise a request that waits for its other parts would keep the whole
-            # batch in memory.
+            # The arrays are copied: views would keep the whole batch in memory while a request
+            # waits for its other pieces.
             request.answers[piece.number] = [array.copy() for array in answer]
             parts = [each for each in request.answers if each is not None]
             if len(parts) == len(request.answers):
@@ -387,7 +388,7 @@ def _divided(pieces: Sequence[_Piece], found: Answer) -> list[_Settled]:
 
 
 def _settle(settled: Sequence[_Settled]) -> None:
-    """Sets the results of futures. An asyncio loop is called once for all its futures."""
+    """Sets the results of futures. Each asyncio loop is called once for all of its futures."""
     of_loops: dict[asyncio.AbstractEventLoop, list[_Settled]] = {}
     others = []
     for pair in settled:
@@ -404,7 +405,7 @@ def _settle(settled: Sequence[_Settled]) -> None:
 
 def _set(settled: Sequence[_Settled]) -> None:
     for future, found in settled:
-        # The future was cancelled, or has the error of another part of the request.
+        # The future may be cancelled, or have the error of another piece of its request.
         with contextlib.suppress(InvalidStateError, asyncio.InvalidStateError):
             if isinstance(found, Exception):
                 future.set_exception(found)

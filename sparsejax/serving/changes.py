@@ -42,7 +42,7 @@ class Changing:
             if not change_folders.numbers(self.folder):
                 return
             taken = predictor.apply_changes(self.folder)
-        # JAX raises many types if memory is short; it may be free at the next poll.
+        # JAX raises many types if memory is short; the next poll may find enough.
         except Exception as error:  # noqa: BLE001 - the tables are unchanged
             reason = str(error)[:500]
             self._metrics.changes("refused")

@@ -15,12 +15,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from sparsejax.serving.app import CONNECTION, IS_WHOLE, app
 from sparsejax.serving.service import Service
 
-# The limits of common servers and proxies. A prediction request needs 1 % of them.
+# Most bytes of a head and of a URL, and most headers, as in common servers and proxies. Prediction
+# requests need 1 % of this.
 _MOST_HEAD, _MOST_URL, _MOST_HEADERS = 2**16, 2**13, 100
-# Requests that a client may send on one connection before the first one is answered.
+# Most requests that a client may send on one connection before the first is answered.
 _MOST_PIPELINED = 100
-# After a refusal, further bytes from the client are read for these seconds and bytes.
-# Otherwise the system would reset the connection, and the client would not see the
+# After a refusal, the client's bytes are read for this many seconds, and at most this many bytes.
+# Without reading them, the system would reset the connection, and the client would lose the
 # answer.
 _LINGER, _MOST_LINGERED = 1.0, 2**24
 _ALIVE = 0.05  # seconds between checks whether a client has left
@@ -59,18 +60,19 @@ def configured(
 
 
 class _RefusedHeadError(Exception):
-    """Stops the parser at a head that is refused."""
+    """Raised to stop the parser when the head of a request is refused."""
 
 
 class _Connection(HttpToolsProtocol):
-    """A connection that is closed unless the head of a request arrives in time.
+    """A connection that is closed if the head of a request does not arrive in time.
 
-    A head that is too large is answered with status 431 or 414. An offer of another protocol
-    (`Upgrade`) is ignored. A client that has ended sending, but still reads, is answered.
+    A head that is too large gets the status 431 or 414. An offer to use another protocol
+    (`Upgrade`) is ignored. A client that has closed its sending side, but still reads, gets its
+    answer.
 
     Attributes:
       patience: most seconds from a request's first byte, or from the start, to its last header.
-      asking: the client's state, as `app.Connection`.
+      asking: the task that answers a request, as in `app.Connection`.
     """
 
     patience: float
@@ -79,9 +81,9 @@ class _Connection(HttpToolsProtocol):
     _in_head = True
     _head = 0  # bytes of the complete headers
     _progress = True  # whether the parser completed a head, or found a part of a body
-    # Bytes without progress: of a head, trailers or the extension of a chunk.
+    # Bytes since the last progress, for example of an incomplete head, trailer or chunk extension.
     _silent = 0
-    # Status and text; no more requests are read.
+    # Status and text of a refusal. Once it is set, no further request is read.
     _refusal: tuple[int, str] | None = None
     _lingered = 0  # bytes that arrived after the refusal was sent
     _has_ended = False  # whether the client has ended sending
@@ -173,13 +175,13 @@ class _Connection(HttpToolsProtocol):
                 self.transport.close()
 
     def eof_received(self) -> bool | None:  # pyrefly: ignore
-        """Returns whether the connection stays open, to answer a client that has ended sending."""
+        """Handles the end of a client's sending. Returns whether the connection stays open."""
         is_plain = self.scheme == "http"  # TLS has no half-closed connections
         if self._refusal or not (is_plain and self._is_asked) or self.cycle.more_body:
             return None
         self._has_ended = True
-        # Sent to detect a client that has left. Clients of HTTP/1.1 skip a status 100; HTTP/1.0
-        # has no such status.
+        # These bytes provoke a reset if the client has left. Clients of HTTP/1.1 ignore a status
+        # 100, which HTTP/1.0 does not have.
         cycle = self.cycle
         if cycle.scope["http_version"] == "1.1" and not (
             self.pipeline or cycle.response_started
@@ -202,15 +204,16 @@ class _Connection(HttpToolsProtocol):
 
     @property
     def _is_asked(self) -> bool:
-        """Whether a request has not been answered yet."""
+        """Whether some request has not been answered completely."""
         return bool(self.pipeline) or (
             self.cycle is not None and not self.cycle.response_complete
         )
 
     def _declined(self) -> bytes:
-        """The head without its offer of another protocol, for a new parser.
+        """Makes a new parser, and returns the current head without its `Upgrade` header for it.
 
-        httptools reads no body after such an offer, but a server may ignore it (RFC 9110, 7.8).
+        After this header, httptools would not read a body, but a server may ignore the offer
+        (RFC 9110, 7.8).
         """
         version = self.parser.get_http_version().encode()
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
@@ -220,9 +223,9 @@ class _Connection(HttpToolsProtocol):
         return b"\r\n".join(lines) + _END_OF_HEAD
 
     def _look_for_client(self) -> None:
-        """Closes the connection if the client has left, and not only ended sending.
+        """Closes the connection if the client has left, and has not only ended sending.
 
-        The two cases look alike until something is sent: a client that has left answers with a
+        The two cases differ only after something was sent: a client that has left answers with a
         reset.
         """
         if not self._is_asked or self.transport.is_closing():
@@ -235,26 +238,26 @@ class _Connection(HttpToolsProtocol):
         asyncio.get_running_loop().call_later(_ALIVE, self._look_for_client)
 
     def _stop_parser(self, status: int, text: str) -> None:
-        """Raises an error that stops the parser; the request is refused."""
+        """Stops the parser by an error, and stores the refusal of its request."""
         self._refusal = status, text
         raise _RefusedHeadError
 
     def _refuse(self, status: int, text: str) -> None:
-        """Stops reading requests, and refuses this one after earlier ones are answered."""
+        """Stops reading requests. The current one is refused once earlier ones are answered."""
         self._refusal = status, text
         self._stop()
         cycle = self.cycle
         if not self._is_asked:
             self._send_refusal()
         elif cycle.more_body and not (self.pipeline or cycle.response_started):
-            # The rest of its body would be refused too, so nothing else must answer this
-            # request.
+            # The request's answering is stopped, as the missing rest of its body could only be
+            # refused again.
             cycle.disconnected = True
             cycle.message_event.set()
             self._send_refusal()
 
     def _send_refusal(self) -> None:
-        """Sends the refusal as JSON, like all errors, and closes the connection soon."""
+        """Sends the refusal as JSON, like every error, and closes the connection soon after."""
         assert self._refusal is not None
         status, text = self._refusal
         body = orjson.dumps({"error": text})
@@ -282,9 +285,9 @@ class _Connection(HttpToolsProtocol):
 
 
 class _Together:
-    """A transport that sends the head and the body of an answer as one packet.
+    """A transport that sends the head and body of an answer in one packet.
 
-    Each packet costs a system call, in the sender and in the receiver.
+    Each packet costs a system call at the sender and one at the receiver.
     """
 
     def __init__(self, transport: Any):
@@ -295,7 +298,7 @@ class _Together:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Sends a waiting head with these bytes. Bytes that may be a head wait, see `flush`."""
+        """Sends a delayed head and `data`; if `data` ends like a head, it is delayed itself."""
         data, self._head = self._head + data, b""
         if self._has_ended or self._transport.is_closing():
             return  # a refusal was sent last; or the client has left while requests waited
@@ -305,18 +308,18 @@ class _Together:
             self._transport.write(data)
 
     def flush(self) -> None:
-        """Sends the head of an answer that waits for its body."""
+        """Sends the delayed head of an answer, if there is one."""
         head, self._head = self._head, b""
         if head and not self._transport.is_closing():
             self._transport.write(head)
 
     def write_eof(self) -> None:
-        """Ends sending: bytes that are written later are not sent."""
+        """Closes the sending side: later writes are ignored."""
         self.flush()
         self._has_ended = True
         self._transport.write_eof()
 
     def close(self) -> None:
-        """Closes the transport when all bytes are sent."""
+        """Closes the transport after all written bytes are sent."""
         self.flush()
         self._transport.close()

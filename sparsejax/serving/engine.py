@@ -27,14 +27,14 @@ from sparsejax.predictors.runtime import (
 from sparsejax.processors import usable
 from sparsejax.sparse import CSR, host_rows
 
-# Defaults. On a CPU, programs have at most this many rows, which take 17 ms, and one program
-# has a single row with this many entries. A GPU's program takes as long for up to 128 rows as
-# for one, and its compilation takes seconds: no default program there has 8 rows, unless that
-# is the largest number.
+# Limits of the default programs. On a CPU, programs have at most 64 rows, which take 17 ms, and
+# one program has a single row with 1,024 entries. On a GPU, up to 128 rows take as long as one,
+# and each program takes seconds to compile: so no default program has 8 rows, unless this is the
+# largest number.
 _MOST_ROWS, _LONG_ROW = 64, 1024
-# Programs with at most this many rows take as long as with one. On a CPU each row takes time.
+# Up to this many rows, a program takes as long as with one row. On a CPU, each row takes time.
 _ALIKE, _ALIKE_ON_GPU = {"cpu": 1}, 128
-# An event of JAX's monitoring: `coarse_top_k` had to compute all scores for a batch.
+# Name of an event in JAX's monitoring: `coarse_top_k` had to compute all scores for a batch.
 WHOLE_PASS = "/sparsejax/whole_pass"
 
 
@@ -153,14 +153,14 @@ class Engine:
         self.shapes = shapes_of(predictor, shapes)
         if programs is not None:
             self._programs, least = programs, self.shapes[0].rows
-            # The widest shape is kept, so that each request that fits another shape is accepted.
+            # The widest shape is kept, so that a request that fits any other shape is accepted.
             widest = max(self.shapes, key=lambda each: (each.entries, -each.rows))
             kept = (
                 each for each in self.shapes if each.rows == least or each == widest
             )
             self.shapes = tuple(kept)
         check_shapes(self.shapes, self._programs.by_rows)
-        # A GPU's compiler takes seconds for each program. It runs without Python's lock.
+        # A GPU's compiler takes seconds for each program, and runs without Python's lock.
         with concurrent.futures.ThreadPoolExecutor() as pool:
             found = pool.map(lambda shape: self._programs.compiled(*shape), self.shapes)
             self._compiled = dict(zip(self.shapes, found, strict=True))
@@ -184,9 +184,9 @@ class Engine:
             self._check_answer()
 
     def _check_answer(self) -> None:
-        """Raises ValueError if the answer to the example in the predictor's file has changed."""
+        """Raises ValueError if the example in the predictor's file now has another answer."""
         stored = self.predictor.answer
-        # The answer in the file was computed before the tables were changed.
+        # After changes of the tables, the answer in the file is outdated.
         if stored is None or self.predictor.taken.last is not None:
             return
         given = stored.rows(self._programs.inputs)
@@ -278,7 +278,7 @@ class Engine:
 
 
 def _rows(given: Rows, bags: int, start: int, end: int) -> Rows:
-    """The rows from `start` to `end` of an input."""
+    """Rows `start .. end - 1` of an input."""
     if isinstance(given, np.ndarray):
         return given[start:end]
     if isinstance(given, CSR):
@@ -290,7 +290,7 @@ def _rows(given: Rows, bags: int, start: int, end: int) -> Rows:
 
 
 def _joined(parts: Sequence[Any]) -> Rows:
-    """Joins one input of several requests. Missing values are 1."""
+    """Concatenates an input's rows of several requests. Missing values become 1."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], np.ndarray):

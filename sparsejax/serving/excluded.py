@@ -109,18 +109,18 @@ class Excluded:
             await asyncio.to_thread(self.look)
 
     def _state(self) -> tuple[int, ...]:
-        """Size, modification time and inode of the file, which show that it has changed."""
+        """The file's size, modification time and inode. They differ after a change of the file."""
         facts = os.stat(self.path)
         return facts.st_size, facts.st_mtime_ns, facts.st_ino
 
     def _read(self) -> tuple[tuple[int, ...], np.ndarray]:
-        """The state of the file before it was read, and the names in it."""
+        """The state of the file before it is read, and the names that it contains."""
         state = self._state()
         lines = lines_of(self.path) if state[0] else []
         return state, as_names(dict.fromkeys(lines))
 
     def _denied(self, names: Names) -> np.ndarray:
-        """The ids of the excluded items in `names`."""
+        """Ids, in `names`, of the excluded items."""
         return denied_items(
             len(names), names, exclude_items=self._names, tell=_log_unknown
         )

@@ -26,8 +26,9 @@ _CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 _MANY = 2**31 - 1
-# Concurrent calls on one connection, as many as an HTTP/2 server should allow (RFC 9113, 6.5.2).
-# This limits messages that are still arriving, which are counted only when complete.
+# Most concurrent calls on a connection, as many as an HTTP/2 server should allow (RFC 9113,
+# 6.5.2). This bounds messages that are still arriving: the service counts messages only once
+# complete.
 _CALLS = 100
 _LOOK = 0.5  # seconds between two checks for clients that watch the health
 _SERVICE = "inference.GRPCInferenceService"
@@ -35,7 +36,7 @@ _METHODS = (
     *("ServerLive", "ServerReady", "ModelReady"),
     *("ServerMetadata", "ModelMetadata", "ModelInfer"),
 )
-# The field of a message that contains numbers of each type.
+# For each datatype, the field of a message that contains its numbers.
 _FIELDS = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
@@ -55,10 +56,10 @@ def server(service: Service) -> grpc.aio.Server:
         ("grpc.max_receive_message_length", most),
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", _CALLS),
-        # It would refuse calls at random near the bound, without a metric or a log line.
+        # This protection would refuse random calls near the bound, without a metric or a log.
         ("grpc.http.overload_protection", 0),
-        # Beyond these gRPC would cancel calls itself, without a metric or a log line.
-        # They are refused here, see `Service.begin`.
+        # With more pending calls, gRPC would cancel some without a metric or a log line.
+        # `Service.begin` refuses them instead.
         ("grpc.server.max_pending_requests", _MANY),
         ("grpc.server.max_pending_requests_hard_limit", _MANY),
     ]
@@ -78,11 +79,11 @@ def server(service: Service) -> grpc.aio.Server:
 
 
 def _health(service: Service) -> grpc.GenericRpcHandler:
-    """gRPC's standard health service, which probes and load balancers call."""
+    """The handler of gRPC's standard health service, which probes and load balancers call."""
     statuses = health_pb2.HealthCheckResponse
 
     def status(request: Any) -> Any:
-        """The status of the server, of the protocol or of a model; None if it is unknown."""
+        """The status of the server, the protocol or a model; None if the name is unknown."""
         if request.service not in {"", _SERVICE, *service.models}:
             return None
         return statuses.SERVING if service.is_ready else statuses.NOT_SERVING
@@ -124,7 +125,7 @@ def _health(service: Service) -> grpc.GenericRpcHandler:
 
 
 def _parser(kind: Any) -> Callable[[bytes], Any]:
-    """A function that parses a message. For invalid bytes it returns a refusal."""
+    """Makes a function that parses a message; for invalid bytes, it returns a `RefusedError`."""
 
     def parse(data: bytes) -> Any:
         try:
@@ -136,7 +137,7 @@ def _parser(kind: Any) -> Callable[[bytes], Any]:
 
 
 def _of_whole_messages(method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
-    """Wraps a method so that it gets valid messages only; invalid bytes are refused."""
+    """Wraps a method. A `RefusedError` in place of a message ends the call before the method."""
 
     async def answered(request: Any, context: Any) -> Any:
         if isinstance(request, RefusedError):
@@ -226,7 +227,7 @@ def write(asked: Asked, model: str, version: str, outputs: list[Tensor]) -> Any:
 
 
 class _Answers:
-    """The protocol's methods, by their names in the protocol."""
+    """Implements the protocol's methods, under the protocol's names."""
 
     def __init__(self, service: Service):
         self._service = service

@@ -74,7 +74,7 @@ class Histories:
         part = slice(*ends)
         places = np.flatnonzero(known[self._indices[part]]) + ends[0]
         if once or (most is not None and len(places) > most):
-            # The last position of each item, counted from the end.
+            # The last position of each distinct item, counted from the end of the row.
             _, last = np.unique(self._indices[places][::-1], return_index=True)
             last.sort()
             if once:

@@ -22,19 +22,19 @@ import orjson
 
 _TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
-# New ids count up from a random one. Drawing each id would be a system call.
+# New ids count up from a random number, because each random number would need a system call.
 _NEW = itertools.count(secrets.randbits(64))
 
-# Seconds in which lines of requests are collected, to be written together.
+# Log lines of requests are collected for this many seconds, and then written together.
 _MOMENT = 0.05
 _MOST = 2**23  # most bytes of lines that wait
 
 
 class _Writer:
-    """The thread that writes lines, and the lines that wait.
+    """Writes log lines in a thread of its own.
 
     Attributes:
-      dropped: number of lines that were dropped, as they did not fit in memory.
+      dropped: number of lines that were dropped because too many bytes were waiting.
     """
 
     def __init__(self):
@@ -47,7 +47,7 @@ class _Writer:
         self._is_urgent = self._is_stuck = False
 
     def add(self, line: bytes, *, urgent: bool) -> None:
-        """Queues a line, to be written soon, or at once if it is urgent."""
+        """Queues a line. It is written soon, or immediately if it is urgent."""
         with self._changed:
             if self._size + len(line) > _MOST:
                 self.dropped += 1
@@ -66,7 +66,7 @@ class _Writer:
                 self._changed.notify_all()
 
     def flush(self, seconds: float) -> None:
-        """Waits for at most `seconds` until all lines are written."""
+        """Waits until all lines are written, but at most `seconds`."""
         with self._changed:
             self._is_urgent = True
             self._changed.notify_all()
@@ -94,7 +94,7 @@ class _Writer:
 
 
 def _write(text: bytes) -> None:
-    # Not by `sys.stderr`, whose lock would be held while the pipe is full.
+    # `sys.stderr` is not used: its lock would be held while the pipe is full.
     with contextlib.suppress(OSError, ValueError):  # the reader of the log is gone
         try:
             file = sys.stderr.fileno()

@@ -34,7 +34,7 @@ class Metrics:
 
         text = "Requests for predictions by protocol and status"
         self._requests = counter("requests", text, "protocol", "code")
-        # Counters of the protocols and statuses so far; looking them up by label takes longer.
+        # Counters by protocol and status: finding one here takes less time than by its labels.
         self._of_kind: dict[tuple[str, int], Counter] = {}
         self._seconds = histogram("request_seconds", "Of requests, whole", _SECONDS)
         self._queue = histogram("queue_seconds", "Waiting for a batch", _SECONDS)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from starlette.responses import Response
 
-# A browser loads the whole page, so it must not have the titles of millions of items.
+# A browser loads the whole page, so millions of titles are refused.
 _MOST_BYTES = 2**23
 
 
@@ -28,7 +28,7 @@ def page(models: Sequence[str], titles: Mapping[str, str] | None = None) -> Resp
     Raises:
       ValueError: the titles take more than 8 MiB.
     """
-    # In JSON inside HTML, `<` could end the element.
+    # In JSON that is part of HTML, the character `<` could close the element.
     data = json.dumps(dict(titles or {}), ensure_ascii=False).replace("<", "\\u003c")
     if len(data.encode()) > _MOST_BYTES:
         raise ValueError(
@@ -39,12 +39,12 @@ def page(models: Sequence[str], titles: Mapping[str, str] | None = None) -> Resp
     script = (folder / "page.js").read_text()
     text = (folder / "page.html").read_text()
     options = "".join(f"<option>{html.escape(name)}</option>" for name in models)
-    # The script is inserted last, so that a model's name cannot be replaced by it.
+    # Names of models replace their mark first, so that no name can replace the mark of the script.
     text = text.replace("@MODELS@", options.replace("@", "&#64;"))
     text = text.replace("@SCRIPT@", script)
     text = text.replace("@TITLES@", data)
     style = text.partition("<style>")[2].partition("</style>")[0]
-    # Only this script and this style may run, and only this service may be called.
+    # The browser may run only this script and this style, and call only this service.
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

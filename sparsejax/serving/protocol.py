@@ -17,7 +17,7 @@ import orjson
 
 from sparsejax.data.files.name_index import EncodedNames, NameTable
 
-# NumPy's dtypes for the protocol's numbers.
+# NumPy's dtypes, by the protocol's datatypes of numbers.
 NUMBERS = {
     "BOOL": "bool",
     **{f"INT{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
@@ -143,7 +143,7 @@ def read(
     """
     text, rest = body, memoryview(b"")
     if header is not None:
-        # Python cannot parse numbers with thousands of digits.
+        # Python cannot convert text with thousands of digits to a number.
         is_number = header.isascii() and header.isdigit() and len(header) < 20
         if not (is_number and int(header) <= len(body)):
             raise RefusedError(
@@ -174,7 +174,7 @@ def read(
     binary = parameters.pop("binary_data_output", False)
     binary = _expect(binary, bool, "parameters.binary_data_output")
     outputs = None
-    # A missing list, null and an empty list all mean all outputs, as over gRPC.
+    # As in gRPC, all outputs are wanted if the list is missing, null or empty.
     if (stated := request.get("outputs")) not in (None, []):
         outputs = dict(_outputs(_expect(stated, list, "outputs"), binary))
     identity = None if asked is None else _expect(asked, str, "id")
@@ -196,7 +196,7 @@ def _outputs(outputs: list, binary: bool) -> Iterator[tuple[str, bool]]:
 
 
 def _parameters(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The parameters of a request or a tensor, filtered by `said`."""
+    """The parameters of a request or a tensor, without those that `said` drops."""
     stated = given.get("parameters")
     return said({} if stated is None else _expect(stated, dict, where))
 
@@ -228,7 +228,7 @@ def _expect(value: Any, kind: type, what: str) -> Any:
 def _tensor(
     given: dict, where: str, rest: memoryview, limits: Limits, missing: bool
 ) -> tuple[Tensor, memoryview]:
-    """Reads an input; returns it, and the binary data that follows its own."""
+    """Reads an input. Returns it, and the binary data that remains for later inputs."""
     name = _expect(given.get("name"), str, f"{where}.name")
     where = f"the input {name[:80]!r}"
     datatype = _expect(given.get("datatype"), str, f"{where}: datatype")
@@ -295,7 +295,7 @@ def check_count(data: Any, shape: tuple[int, ...], where: str) -> None:
 
 
 def _flat(data: Any, shape: tuple[int, ...], where: str) -> Sequence[Any]:
-    """The elements of JSON data, which may be flat or nested like the shape."""
+    """The elements of data from JSON, which may be flat or nested like the shape."""
     rows = _expect(data, list, f"{where}: data")
     if len(shape) == 1 or not rows or not isinstance(rows[0], list):
         return rows
@@ -314,7 +314,7 @@ def texts(flat: Sequence[Any], where: str, limits: Limits) -> list[str]:
             raise RefusedError(
                 422, f"{where}: elements of BYTES must be text, got {text!r:.40}"
             )
-        # UTF-8 has at most four bytes for a character.
+        # A character has at most four bytes in UTF-8, so short texts need not be encoded.
         if 4 * len(text) > limits.name and len(text.encode()) > limits.name:
             _refuse_name(len(text.encode()), where, limits)
     return [*flat]
@@ -392,16 +392,17 @@ def of_bytes(
 
 
 def _encoded(data: bytes) -> EncodedNames | None:
-    """The texts of `_prefixed`, if each has fewer than 256 bytes and no fault; otherwise None.
+    """Parses the data of `_prefixed` much faster.
 
-    This is many times as fast. `_prefixed` describes the faults.
+    Returns None if a text has 256 bytes or more, or if the data is wrong. `_prefixed` then parses
+    it, or describes the fault.
     """
     if not data:
         nothing = np.empty(0, np.int64)
         return EncodedNames(data, nothing, nothing)
     every = np.frombuffer(data, np.uint8)
     is_zero = every == 0
-    # Names rarely have zero bytes in UTF-8, so three successive ones are part of a length.
+    # Names rarely contain zero bytes, so three zeros in a row probably belong to a length.
     at = np.flatnonzero(is_zero[1:-2] & is_zero[2:-1] & is_zero[3:])
     after = at + _LENGTH.size + every[at]
     if len(at) and not (after[:-1] == at[1:]).all():
@@ -420,11 +421,11 @@ def _encoded(data: bytes) -> EncodedNames | None:
 
 
 def _reached(at: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Marks the positions that are reached from the first one by following the lengths.
+    """Follows the lengths from the first position, and marks all positions on the way.
 
     Args:
-      at: positions, ascending.
-      after: for each position, the position that follows it by its length.
+      at: positions of possible lengths, ascending.
+      after: for each position, the end of a text that begins there.
     """
     step = np.searchsorted(at, after)
     is_place = at[np.minimum(step, len(at) - 1)] == after
@@ -438,7 +439,7 @@ def _reached(at: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def _prefixed(data: memoryview, where: str, limits: Limits) -> Iterator[str]:
-    """Yields texts that each follow their length in four bytes."""
+    """Yields texts from data in which each text follows its length in four bytes."""
     at = 0
     while at < len(data):
         if at + _LENGTH.size > len(data):

@@ -55,8 +55,8 @@ from sparsejax.serving.protocol import (
 _INTEGERS = {name for name, kind in NUMBERS.items() if np.dtype(kind).kind in "iu"}
 _REALS = NUMBERS.keys() - {"BOOL"}
 _STRANGERS = "unknown_users"  # name of an output
-# Score and value at ranks without an item, in an answer whose rows have one length. JSON has no
-# -inf; the value is that of `Recommendations`.
+# Score and value that pad the ranks without an item, if all rows of an answer have equal length.
+# JSON has no -inf. The value is that of `Recommendations`.
 _PADDING = np.finfo(np.float32).min, 0
 
 
@@ -144,7 +144,7 @@ def form_of(
 
 
 def _check_known(given: Mapping[str, Any], known: Sequence[str], what: str) -> None:
-    """Raises RefusedError if a name is unknown."""
+    """Raises RefusedError if `given` has a name that is not in `known`."""
     if unknown := [name for name in given if name not in known]:
         shown = ", ".join(known) if known else "none"
         raise RefusedError(
@@ -161,7 +161,7 @@ def _check_type(tensor: Tensor, known: set[str], shown: str) -> None:
 
 
 class _Ranked:
-    """Answers with the best items of each row, by name."""
+    """Answers with the names of the best items of each row."""
 
     takes_missing: bool = False
 
@@ -175,7 +175,7 @@ class _Ranked:
         self.names = Vocabulary(self._model.table) if names is None else names
 
     def _k(self, asked: Asked) -> int:
-        """The number of items that a request wants for each row."""
+        """The number of items per row that a request wants."""
         k = asked.parameters.get("k", self._predictor.k)
         if type(k) is not int or not 1 <= k <= self._predictor.k:
             raise RefusedError(
@@ -186,7 +186,7 @@ class _Ranked:
         return k
 
     def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
-        """Converts the best items of each row to the outputs, by name."""
+        """Output tensors with the best items of each row, by the outputs' names."""
         ids, *figures = (array[:, : question.k] for array in answer)
         is_item = ids >= 0
         lengths = is_item.sum(axis=1, dtype=np.int32)
@@ -228,12 +228,12 @@ class Lists(_Ranked):
         room: int | None = None,
         user_features: str | None = None,
     ):
-        """Checks that the predictor can take names; see `form_of`.
+        """Checks that the predictor accepts names; see `form_of`.
 
         Raises:
-          ValueError: it cannot, or it cannot use these histories or columns.
+          ValueError: the predictor accepts no names, or cannot use these histories or columns.
         """
-        # No row is passed, since a row may need columns of its user or of the next event.
+        # The check has no rows: a row might need columns of its user or of the next event.
         times = [] if predictor.model.reads_times else None
         predictor.model.first.rows_of_names([], times=times)
         super().__init__(predictor)
@@ -317,14 +317,14 @@ class Lists(_Ranked):
         return Question(given, rows, unknown, k, padded, only is not None, strangers)
 
     def _known_users(self, users: Tensor, columns: Mapping[str, Any]) -> Events:
-        """The columns of the users of a request, beside those that it has itself."""
+        """The known columns of a request's users, except for columns that the request contains."""
         assert self._people is not None
         known, places = self._people
         sent = {name.removeprefix(USERS) for name in columns if name.startswith(USERS)}
         return known.rows(places.find([*users.data]), replaced=sent)
 
     def _strangers(self, users: Tensor | None, rows: int) -> np.ndarray | None:
-        """For each row 1 if its user is unknown; None without histories and columns of users."""
+        """`[rows]` int32: 1 if the user is unknown; None without histories and user columns."""
         if self._histories is None and self._people is None:
             return None
         found = np.zeros(rows, np.int32)
@@ -339,7 +339,7 @@ class Lists(_Ranked):
     def _further_columns(
         self, tensors: Mapping[str, Tensor], rows: int, limits: Limits
     ) -> dict[str, Any]:
-        """The columns in a request to a predictor with two stages."""
+        """The request columns for a two-stage predictor, by name."""
         found = {}
         for name in self._columns:
             if (tensor := tensors.get(name)) is None:
@@ -362,7 +362,7 @@ class Lists(_Ranked):
         indptr: np.ndarray,
         limits: Limits,
     ) -> NameLists:
-        """The further names of each row, such as exclusions, in the tensor `name`."""
+        """The lists of names, such as exclusions, that the tensor `name` has for each row."""
         given = tensors[name]
         found = _indptr(given, tensors.get(f"{name}_lengths"), limits)
         if len(found) != len(indptr):
@@ -374,7 +374,7 @@ class Lists(_Ranked):
         return self._lists_of(given, found)[0]
 
     def _lists_of(self, items: Tensor, indptr: np.ndarray) -> tuple[NameLists, Any]:
-        """The names of each row without padding; and the indices of these names in the tensor."""
+        """Each row's names without padding, and which of the tensor's elements these are."""
         names, kept = items.data, slice(None)
         if len(items.shape) == 2:
             if isinstance(names, EncodedNames):
@@ -413,11 +413,11 @@ class Lists(_Ranked):
         beside: Any,
         further: NameLists | None,
     ) -> tuple[NameLists, list[np.ndarray] | None]:
-        """Puts the earlier items of users before the items of a request, with values or times.
+        """Puts the stored items of users before the items of a request, with values or times.
 
-        A value in the request replaces the user's earlier value of the same item. If a
-        user had many items, the latest ones are taken that fit beside those of the
-        request and the `further` excluded ones.
+        A value in the request replaces the user's stored value of the same item. Of a long
+        history, only the latest items are used: as many as fit beside the items of the request
+        and its `further` excluded items.
         """
         stored = self._histories
         assert stored is not None
@@ -478,7 +478,7 @@ class Similar(_Ranked):
 
 
 def _column_inputs(events: Events | None, users: Events | None) -> dict[str, str]:
-    """The inputs for columns of events and of users, with their datatypes."""
+    """Names of the inputs for event and user columns, with the datatype of each."""
     found = {}
     for begin, columns in ((EVENTS, events), (CONTEXT, events), (USERS, users)):
         if columns is not None:
@@ -490,7 +490,7 @@ def _column_inputs(events: Events | None, users: Events | None) -> dict[str, str
 
 
 def _check_whole(tensors: Mapping[str, Tensor]) -> None:
-    """Raises RefusedError if an element of a tensor is missing."""
+    """Raises RefusedError if a tensor has an element that is missing."""
     for name, tensor in tensors.items():
         if isinstance(tensor.data, list) and None in tensor.data:
             raise RefusedError(422, f"an element of the input {name!r} is null")
@@ -499,7 +499,7 @@ def _check_whole(tensors: Mapping[str, Tensor]) -> None:
 def _items_and_users(
     tensors: Mapping[str, Tensor], limits: Limits
 ) -> tuple[Tensor, np.ndarray, Tensor | None]:
-    """The items of a request, the offsets of its rows, and the users of the rows."""
+    """The tensor of items, the offsets of its rows, and the tensor of the rows' users or None."""
     users = tensors.get("users")
     if users is not None:
         _check_type(users, {"BYTES"}, "BYTES")
@@ -522,7 +522,7 @@ def _items_and_users(
 
 
 def _exclude_seen(asked: Asked) -> bool:
-    """Whether the items of a row are excluded from its recommendations."""
+    """Whether a request excludes the items of a row from the row's recommendations."""
     seen = asked.parameters.get("exclude_seen", True)
     if not isinstance(seen, bool):
         raise RefusedError(422, f"exclude_seen must be true or false, got {seen!r:.40}")
@@ -530,7 +530,7 @@ def _exclude_seen(asked: Asked) -> bool:
 
 
 def _of_items(beside: Tensor, items: Tensor) -> np.ndarray:
-    """The numbers in a tensor that has one for each item of the request."""
+    """The numbers of a tensor that has one number for each item of the request."""
     _check_type(beside, _REALS, "FP32 or FP64")
     if beside.shape != items.shape:
         raise RefusedError(
@@ -548,7 +548,7 @@ def _columns_of(
     kept: Any,
     rows: int,
 ) -> dict[str, Any]:
-    """The cells of columns of users, and of columns of events without padding."""
+    """The user columns and event columns of a request, without padding, by name."""
     found: dict[str, Any] = {}
     for name, datatype in inputs.items():
         if (tensor := tensors.get(name)) is None:
@@ -579,7 +579,7 @@ def _columns_of(
 
 
 def _indptr(items: Tensor, lengths: Tensor | None, limits: Limits) -> np.ndarray:
-    """The offsets of the rows in a list of names: row r ends where row r + 1 begins."""
+    """The offsets of rows in a list of names: row r is `[indptr[r], indptr[r + 1])`."""
     _check_type(items, {"BYTES"}, "BYTES")
     total, name = len(items.data), items.name
     if len(items.shape) == 2:
@@ -626,7 +626,7 @@ def _check_names(names: int, limits: Limits) -> None:
 
 
 def _cells(tensor: Tensor) -> Any:
-    """A column of records: numbers, categories, or a list of either for each row."""
+    """A tensor as a column of records: numbers, categories, or a list of either for each row."""
     if tensor.datatype != "BYTES":
         return tensor.data
     cells = [*tensor.data]
@@ -638,7 +638,7 @@ def _cells(tensor: Tensor) -> Any:
 
 
 def _of_all_rows(cells: Any, rows: int) -> Any:
-    """Repeats the cell of a column for all rows if there is only one cell."""
+    """Repeats a column's cell for all rows if the column has only one cell."""
     if len(cells) == rows:
         return cells
     return cells.repeat(rows) if isinstance(cells, np.ndarray) else [*cells] * rows
@@ -653,7 +653,7 @@ class Records:
     takes_missing: bool = True
 
     def __init__(self, predictor: Predictor):
-        """Checks that the predictor has its schema.
+        """Checks that the predictor's file contains its schema.
 
         Raises:
           ValueError: the schema is missing.
@@ -721,7 +721,7 @@ class Records:
         return Question(given, count, k=k or 0)
 
     def _column(self, given: Tensor) -> Tensor:
-        """Makes a tensor a column. Clients of MLServer write columns of numbers as `[n, 1]`."""
+        """Reshapes numbers from `[n, 1]`, which MLServer's clients write, to `[n]`."""
         if given.name in self._categories or given.shape[1:] != (1,):
             return given
         return given._replace(shape=given.shape[:1])

@@ -28,8 +28,8 @@ from sparsejax.serving.logs import flush, log
 from sparsejax.serving.service import Service, Settings
 from sparsejax.serving.versions import Versions
 
-# After SIGTERM requests are answered until none came for this many seconds: a load balancer
-# notices only after a while that this process is not ready.
+# After SIGTERM, requests are answered until none has come for this many seconds, because a load
+# balancer learns only after a while that the process is not ready.
 _QUIET = 1.0
 _POLL = 0.05
 
@@ -56,7 +56,7 @@ class Address:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, since `run` sets others."""
+    """uvicorn's server without its signal handlers, because `run` sets its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -92,7 +92,7 @@ def run(
             runner.run(_serve(path, name, settings, address, grace, watch))
         finally:
             flush()  # the thread that writes log lines ends with the process
-            # By now, a model or a change that was being loaded is finished, and logged.
+            # If a model or a change was being loaded, that has ended now, and is logged.
     log("ended", model=name)
     flush()
 
@@ -117,7 +117,7 @@ async def _serve(
     loading: asyncio.Future = loop.create_future()
 
     def end(number: signal.Signals) -> None:
-        # Before the service is ready, the process ends without waiting for compilations.
+        # While the model is loaded, the process ends at once, without waiting for the compiler.
         if told or not loading.done():
             ending.leave(number)
         log("signal", signal=number.name)
@@ -153,7 +153,7 @@ async def _serve(
         administering.append(asyncio.ensure_future(admin.serve(sockets=[bound])))
     log("listening", host=at.host, model=name, **ports)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-    # Health requests are answered while the model is loaded and compiled.
+    # The model is loaded and compiled in a thread, so that health requests are answered meanwhile.
     load = functools.partial(service.load, path) if versions is None else versions.first
     loading = asyncio.ensure_future(asyncio.to_thread(load))
     watching: list[asyncio.Future] = []
@@ -163,7 +163,7 @@ async def _serve(
         await asyncio.wait({loading, stopped, serving}, **first)
         if loading.done():
             loading.result()
-            # Later garbage collections then skip these objects.
+            # Frozen objects are skipped by later garbage collections.
             gc.collect()
             gc.freeze()
             log("ready", model=name, seconds=time.monotonic() - begun, **ports)
@@ -192,9 +192,9 @@ async def _serve(
 
 
 def _leave(service: Service) -> None:
-    """Ends the process without waiting for running threads.
+    """Ends the process at once, even if threads are running.
 
-    The status is 0 if all requests were answered.
+    The exit status is 0 if all requests were answered, else 1.
     """
     busy = [each.name for each in threading.enumerate() if not each.daemon]
     log("left", in_hand=service.in_hand, threads=busy)
@@ -203,12 +203,12 @@ def _leave(service: Service) -> None:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Binds the port, so that a port in use is an error before anything is loaded."""
+    """Opens a socket at a port. Called before anything is loaded: a port in use is an error."""
     try:
         (family, *_, where), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        # :: means all addresses of this machine, of both families, as in gRPC.
+        # As in gRPC, :: means all addresses of this machine, both of IPv6 and of IPv4.
         both = where[0] == "::" and socket.has_dualstack_ipv6()
         listening = socket.create_server(
             where[:2], family=family, backlog=2048, dualstack_ipv6=both
@@ -222,7 +222,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _bound(server: grpc.aio.Server, at: Address) -> int:
-    """Binds gRPC's port to the server, and returns its number."""
+    """Opens gRPC's port and returns its number."""
     host = f"[{at.host}]" if ":" in at.host else at.host
     where = f"{host}:{at.grpc_port}"
     try:

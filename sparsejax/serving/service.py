@@ -36,14 +36,14 @@ from sparsejax.serving.questions import Form, Lists, Question, Similar, form_of
 
 NAME, EXTENSIONS = "sparsejax", ["binary_tensor_data"]
 SIMILAR = "similar"  # the name of the second model
-# The device counts as broken after this many successive batches that it could not run.
+# The device counts as broken if this many batches in a row failed.
 _FAILURES = 3
-# Requests with this many bytes are read in another thread. Reading takes .1 ms or more, mostly
-# in NumPy without Python's lock. Several such threads wait for Python's lock at each step.
+# Requests of at least this many bytes are read in another thread. Reading takes at least .1 ms,
+# mostly in NumPy without Python's lock. Several such threads wait for the lock at each step.
 _MANY = 4096
 _TOGETHER = 4  # most requests with fewer bytes that are batched together
-# Answers with this many names are written in another thread. Fewer take less than 1 ms, and
-# changing threads costs the loop up to a tenth of that.
+# Answers with at least this many names are written in another thread. Shorter ones take less than
+# 1 ms, and a change of threads would cost the loop up to a tenth of that.
 _MANY_NAMES = 8192
 
 
@@ -136,15 +136,14 @@ class InHand:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Request:
-    """A request that is being processed; see `Service.predict`.
+    """A prediction request in progress; see `Service.predict`.
 
     Attributes:
-      begun: time at which it arrived, on the clock of `time.monotonic`.
-      seconds: seconds that it may take.
+      begun: time of arrival, on the clock of `time.monotonic`.
+      seconds: seconds after which it fails.
       future: future that receives its answer.
-      batcher: the queue for the request; None until it is read.
-      told: the version that answers it, its tensors, and its rows; None until
-        it is read.
+      batcher: batcher that gets its rows; None until it is read.
+      told: version that answers it, its tensors, and its rows; None until it is read.
     """
 
     model: str
@@ -238,8 +237,8 @@ class Service:
         def engine(programs: Programs | None = None) -> Engine:
             return Engine(predictor, shapes, programs=programs)
 
-        # Batchers come last, since their threads would keep the weights if something failed. The
-        # answer in the file is for its weights, so `engine()` checks it before tables are changed.
+        # Batchers are made last: after an error, their threads would keep the weights in memory.
+        # `engine()` compares the file's answer, so it is called before the tables are changed.
         of_all, of_candidates, of_similar = engine(), None, None
         tell(own)
         if self.changing is not None:
@@ -320,7 +319,7 @@ class Service:
 
     @property
     def _versions(self) -> list[Version]:
-        """All versions that answer, the version that serves first."""
+        """All versions that answer requests; the default version is first."""
         return [*([] if self._version is None else [self._version]), *self._older]
 
     @property
@@ -466,9 +465,9 @@ class Service:
         return await loop.run_in_executor(self._others, written)
 
     def _ask_unread(self) -> None:
-        """Reads small requests that wait for this thread, and queues them together.
+        """Reads small waiting requests in this thread, and queues them together.
 
-        So they make one batch, which takes as many steps of Python as a single request.
+        They then make one batch, which takes as many steps of Python as a single request.
         """
         read: list[_Request] = []
         while self._unread and len(read) < _TOGETHER:
@@ -485,10 +484,10 @@ class Service:
                     self._ask(request)
 
     def _read(self, request: _Request) -> None:
-        """Reads a request.
+        """Reads a request, and chooses its batcher.
 
         Raises:
-          Exception: an error that `predict` raises.
+          Exception: one of the errors that `predict` raises.
         """
         version = self.version(request.model, request.number)
         asked, question = self._question(version, request.read)
@@ -498,10 +497,10 @@ class Service:
         request.batcher, request.told = batcher, (version, asked, question)
 
     def _ask(self, request: _Request) -> None:
-        """Puts a request that was read into a queue; its future gets the answer.
+        """Queues the rows of a request that has been read. Its future will get the answer.
 
         Raises:
-          Exception: an error that `predict` or `Batcher.ask` raises.
+          Exception: one of the errors that `predict` or `Batcher.ask` raises.
         """
         while True:
             version, _, question = request.told
@@ -509,7 +508,7 @@ class Service:
             try:
                 request.batcher.ask(question.given, request.future, deadline=deadline)
             except ClosedError:
-                # While the rows were made, another version may have replaced this one.
+                # Another version may have replaced this one since the request was read.
                 if self.version(request.model, request.number) is version:
                     raise
                 self._read(request)
@@ -535,12 +534,12 @@ class Service:
         return asked, version.form.question(asked, self.settings.limits)
 
     def _allowed(self, seconds: float | None) -> float:
-        """The seconds for a request: the smaller of the client's and the service's limit."""
+        """The time limit of a request: the smaller of the client's and the service's limit."""
         allowed = self.settings.timeout
         return allowed if seconds is None else min(allowed, seconds)
 
     def _seconds(self, asked: Asked, request: _Request) -> float:
-        """The seconds for a request, which may itself set a smaller limit."""
+        """The time limit of a request after it was read: its parameters may set a smaller one."""
         timeout = asked.parameters.get("timeout", 0)
         if type(timeout) is not int or timeout < 0:
             raise RefusedError(
@@ -594,7 +593,7 @@ class Service:
 
 @contextlib.contextmanager
 def _to_its_future(request: _Request) -> Generator[None]:
-    """While this context is open, an error is passed to the request's future, in its loop."""
+    """While this context is open, errors are passed to the request's future, in its loop."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the future raises it
@@ -603,7 +602,7 @@ def _to_its_future(request: _Request) -> Generator[None]:
 
 
 def _expire(future: asyncio.Future) -> None:
-    """Sets TimeoutError as the result of a request whose time is over."""
+    """Sets TimeoutError on the future of a request whose time limit has passed."""
     _fail(future, TimeoutError())
 
 

@@ -34,7 +34,7 @@ from sparsejax.whole_files import whole_folder
 
 _LIMITS = Limits()
 _CONFIG, _MODEL = "config.pbtxt", "model.py"
-# Inputs that each request must have, and outputs with several numbers for each row.
+# Names of inputs that each request must have, and of outputs with several numbers per row.
 _NEEDED, _WIDE = {"items"}, {"items", "scores"}
 _TYPES = {"BYTES": "TYPE_STRING"}
 _SOURCE = '''"""Answers for Triton: the predictor beside this file, on the engine of sparsejax."""
@@ -97,7 +97,7 @@ def export(
 
 
 def _fill(folder: pathlib.Path, path: str | os.PathLike[str]) -> None:
-    """Writes the files of a version of a model into its folder."""
+    """Writes the files of a model's version into the version's folder."""
     (folder / _MODEL).write_text(_SOURCE, encoding="utf-8")
     shutil.copyfile(path, folder / FILE)
 
@@ -123,7 +123,7 @@ def _config(name: str, predictor: Predictor, shapes: Sequence[Shape]) -> str:
         *(f"input {{ {each}}}" for each in inputs),
         *(f"output {{ {each}}}" for each in outputs),
         "dynamic_batching { }",
-        # One process. Triton's tensors are in host memory; JAX uses the GPU itself.
+        # One process suffices: JAX uses the GPU itself, and Triton's tensors are in host memory.
         "instance_group { kind: KIND_CPU count: 1 }",
     ]
     if shapes:
@@ -133,13 +133,13 @@ def _config(name: str, predictor: Predictor, shapes: Sequence[Shape]) -> str:
 
 
 def _inputs(form: Form) -> list[Tensor]:
-    """The inputs as Triton needs them: rows of different lengths are padded with ""."""
+    """The inputs for Triton. It needs no lengths, because "" pads rows to equal length."""
     others = "lengths", "candidates"
     return [each for each in form.inputs if not each.name.endswith(others)]
 
 
 def _declared(tensor: Tensor, *, wide: bool) -> str:
-    """The text of an input or output; wide ones are `[rows, n]`, others `[rows]`."""
+    """The declaration of an input or output. With `wide` it is `[rows, n]`, otherwise `[rows]`."""
     kind = _TYPES.get(tensor.datatype, f"TYPE_{tensor.datatype}")
     dims = "dims: [ -1 ]" if wide else "dims: [ 1 ] reshape { shape: [ ] }"
     return f"name: {json.dumps(tensor.name)} data_type: {kind} {dims} "
@@ -187,7 +187,7 @@ class TritonPythonModel:
     def _answered(
         self, asked: tuple[Asked, Question, Future[Answer]] | Exception
     ) -> Any:
-        """Waits for the answer to a request, and returns the response."""
+        """Waits for the answer to a request, and converts it to a Triton response."""
         import triton_python_backend_utils as triton
 
         if isinstance(asked, Exception):
@@ -205,7 +205,7 @@ class TritonPythonModel:
 
 
 def _reading(form: Form, request: Any) -> tuple[Asked, Question] | RefusedError:
-    """Converts a Triton request to rows; or returns the reason why it cannot be answered."""
+    """Converts a Triton request to rows. Returns, not raises, an error if it is refused."""
     try:
         tensors = {each.name: each for each in _tensors(request, form)}
         parameters = json.loads(request.parameters() or "{}")
@@ -233,7 +233,7 @@ def _tensors(request: Any, form: Form) -> Iterator[Tensor]:
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    """Converts an output to Triton's form: texts are bytes in an array of objects."""
+    """Converts an output to an array for Triton: names become objects of type bytes."""
     if tensor.datatype == "BYTES":
         names = protocol.plain(tensor)
         data = np.array([name.encode() for name in names], np.object_)

@@ -24,13 +24,13 @@ from sparsejax.serving.logs import log
 from sparsejax.serving.protocol import RefusedError
 from sparsejax.serving.service import Service, Version
 
-# A broken version is tried again after 1, 2, 4, ... polls. At most this many polls pass
-# without a try.
+# A broken version is tried again after 1, 2, 4, ... polls. At most this many polls skip it in a
+# row.
 _MOST_PASSED = 63
 
 
 class _Found(NamedTuple):
-    """A file with its state, so that a replaced file is unequal."""
+    """A version's file, with its size, time and inode: a replaced file compares as unequal."""
 
     number: int
     path: pathlib.Path
@@ -55,12 +55,12 @@ def found_in(folder: pathlib.Path) -> list[_Found]:
 
 @dataclasses.dataclass
 class _Trouble:
-    """The reason why a version could not be loaded.
+    """A version's failures to load.
 
     Attributes:
-      reason: error of the last try.
-      times: number of tries.
-      passed: number of further polls in which it is not tried.
+      reason: text of the last error.
+      times: number of failed tries.
+      passed: number of polls to skip before the next try.
     """
 
     reason: str
@@ -162,7 +162,7 @@ class Versions:
         return stated
 
     async def _look(self) -> list[_Found]:
-        """Loads the newest version if it is not loaded; returns the versions in the folder."""
+        """Loads the newest version that works. Returns all versions in the folder."""
         found = await asyncio.to_thread(found_in, self._folder)
         self._bad = {file: its for file, its in self._bad.items() if file in found}
         for each in found:
@@ -179,7 +179,7 @@ class Versions:
                     if not await asyncio.to_thread(self._is_whole, each):
                         continue
                     await self._drain()
-                # If loading fails, the loop goes on to the version that served before.
+                # If this fails, the loop reloads the version that served before.
                 version = await asyncio.to_thread(self._loaded, each)
                 if drains:
                     gc.freeze()  # as for the first version, see `server`
@@ -195,14 +195,14 @@ class Versions:
         return found
 
     def _tell_removed(self, found: list[_Found]) -> None:
-        """Logs once if the file of the version that serves was removed."""
+        """Logs, once, that the serving version's file was removed."""
         is_gone = self._serves is not None and self._serves not in found
         if self._serves is not None and is_gone and not self._is_gone:
             log("removed", version=str(self._serves.number), serves=True)
         self._is_gone = is_gone
 
     def _swap(self, found: _Found, version: Version) -> list[Version]:
-        """Makes a version serve; returns the versions that no longer answer."""
+        """Lets a version serve. Returns the versions that no longer answer."""
         before = None if self._serves is None else str(self._serves.number)
         if before is not None:  # its number may be higher, if its file was removed
             log("swap", version=version.name, before=before)
@@ -210,7 +210,7 @@ class Versions:
         return self._service.swap(version)
 
     async def _close(self, versions: list[Version]) -> None:
-        """Closes versions after they have answered their waiting requests."""
+        """Closes versions, after their waiting requests were answered."""
         self._answer = {
             file: its for file, its in self._answer.items() if its not in versions
         }
@@ -218,7 +218,7 @@ class Versions:
             await asyncio.to_thread(version.close)
 
     async def _drain(self) -> None:
-        """Unloads the version that serves, after its waiting requests, to free its memory."""
+        """Unloads the serving version after its waiting requests, to free its memory."""
         name = None if self._serves is None else str(self._serves.number)
         log("drain", version=name)
         self._serves = None
@@ -227,7 +227,7 @@ class Versions:
         gc.collect()
 
     def _loaded(self, found: _Found) -> Version | None:
-        """Loads the version in a file; returns None, and logs a line, if that fails."""
+        """Loads the version in a file. If that fails, logs a line and returns None."""
         name = str(found.number)
         version = self._tried(found, lambda: self._service.made(found.path, name))
         if version is not None:
@@ -237,7 +237,7 @@ class Versions:
         return version
 
     def _is_whole(self, found: _Found) -> bool:
-        """Whether a file passes the checks that need no device."""
+        """Whether a predictor file passes the checks that need no device."""
 
         def checked() -> bool:
             check_predictor(found.path)
@@ -246,15 +246,16 @@ class Versions:
         return self._tried(found, checked) is True
 
     def _tried[Made](self, found: _Found, make: Callable[[], Made]) -> Made | None:
-        """Makes an object from a file; returns None, and logs a line, if that fails."""
+        """Calls `make` for a file. If that fails, logs a line and returns None."""
         name = str(found.number)
         try:
             return make()
-        # JAX raises many types for a file that is damaged or too large.
+        # JAX raises many types of errors for files that are damaged or too large.
         except Exception as error:  # noqa: BLE001 - the older version stays
             trouble = self._bad.setdefault(found, _Trouble(""))
             trouble.reason, trouble.times = str(error)[:500], trouble.times + 1
-            # Faults of the file stay. Others, such as full memory, may be gone at the next poll.
+            # A fault of the file is permanent; full memory, for example, may be gone at the next
+            # poll.
             lasts = isinstance(error, ValueError)
             passed = min(2 ** (trouble.times - 1) - 1, _MOST_PASSED)
             trouble.passed = math.inf if lasts else passed

@@ -7,5 +7,5 @@ frames only, not RDDs, so it also works with Spark Connect.
 
 import lazy_loader
 
-# Names are imported at their first use, so that a task imports only the modules it needs.
+# Names are imported at their first use, so that a task imports only the modules that it needs.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -44,7 +44,7 @@ def run_command(argv: Sequence[str], environment: Mapping[str, str]) -> Ended:
       argv: the command's arguments.
       environment: environment variables of the command, besides those of this process.
     """
-    # The command imports from the paths of this process, also from files that Spark has sent.
+    # The command can import all that this process can import, including files sent by Spark.
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     said: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     with subprocess.Popen(
@@ -69,7 +69,7 @@ def run_command(argv: Sequence[str], environment: Mapping[str, str]) -> Ended:
 
 
 def _end_with(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent ends."""
+    """Lets the kernel kill this process as soon as its parent ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

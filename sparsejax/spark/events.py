@@ -26,13 +26,13 @@ from sparsejax.spark.workers import spark_errors, spark_type
 
 PATH = "the frame"  # stands for the path in messages
 
-# These faults are errors even if `skip_bad_lines` drops other wrong events.
+# These faults are errors, even with `skip_bad_lines`, which drops other wrong events.
 _LENGTHS = "events of rows whose lists have different lengths"
 _NO_NAME = (
     "events whose user or item is a number that cannot be a name: floats must be integers "
     "that their type holds exactly (below 2^53, or 2^24 of 32 bits)"
 )
-# From this float64 on, the conversion to float32 gives infinity.
+# The least float64 that is converted to infinity in float32.
 _TOO_LARGE = "3.4028235677973366E38D"
 _PROBED = 1000  # times from which their format is guessed
 _DAY = 86_400_000_000  # microseconds
@@ -77,7 +77,7 @@ def frame_events(
     roles = {"user": layout.user, "item": layout.item}
     roles |= {"value": layout.value} if layout.value is not None else {}
     roles |= {"time": layout.time} if layout.time is not None else {}
-    # Columns are renamed by position: names may have dots and quotes, or differ in case only.
+    # Columns are renamed by position: names may contain dots or quotes, or differ only in case.
     plain = frame.toDF(*(f"c{i}" for i in range(len(schema))))
     plain = plain.selectExpr(
         *(f"c{schema.get_field_index(name)} AS {role}" for role, name in roles.items())
@@ -130,7 +130,7 @@ def check_files(frame: Any) -> None:
     """
     with contextlib.redirect_stdout(io.StringIO()) as plan:
         frame.explain("formatted")
-    # Readers that use the table's log have an index of another name.
+    # In the plan, readers that use the table's log have another index than InMemoryFileIndex.
     lists = re.findall(r"Location: InMemoryFileIndex ?\[([^]]*)\]", plan.getvalue())
     roots = {root for each in lists for root in each.split(", ")}
     for root in sorted(root for root in roots if ":/" in root):
@@ -146,9 +146,9 @@ def check_files(frame: Any) -> None:
 
 
 def _is_there(session: Any, pattern: str) -> bool:
-    """Whether the cluster finds a file or folder that matches a pattern."""
+    """Whether the cluster finds a file or folder whose path matches a pattern."""
     try:
-        # Over Spark Connect, files are looked for only when the schema is requested.
+        # Over Spark Connect, files are searched only when the schema is requested.
         _ = session.read.format("binaryFile").load(pattern).schema
     except spark_errors():  # nothing matches, or listing is not permitted
         return False
@@ -184,7 +184,7 @@ def count_wrong(events: FrameEvents, *, skip_bad_lines: bool) -> dict[str, int]:
 
 
 def _exploded(frame: Any, types: dict[str, pa.DataType]) -> tuple[Any, str]:
-    """Turns lists into one row for each item.
+    """Converts rows with lists to one row for each item.
 
     Returns:
       The frame, and an SQL expression that is true where a row's lists are equally long.
@@ -202,7 +202,7 @@ def _exploded(frame: Any, types: dict[str, pa.DataType]) -> tuple[Any, str]:
 
 
 def _name(column: str, type_: pa.DataType) -> tuple[str, str, str]:
-    """SQL expressions: the name as text, whether there is one, and whether it is valid."""
+    """SQL expressions: the name as text, whether a name is present, and whether it is valid."""
     alias = "name" if column == "user" else column
     if is_text(type_):
         text = column if pt.is_string(type_) else f"CAST({column} AS STRING)"
@@ -226,7 +226,7 @@ def _name(column: str, type_: pa.DataType) -> tuple[str, str, str]:
 
 
 def _time(type_: pa.DataType) -> str:
-    """The SQL expression for the time as a number; dates are in microseconds."""
+    """SQL expression that converts the time to a number; dates become microseconds."""
     if pt.is_date(type_):
         return f"unix_date(time) * {_DAY}"
     if pt.is_timestamp(type_) and type_.tz is None:
@@ -237,7 +237,7 @@ def _time(type_: pa.DataType) -> str:
 
 
 def _is_float(type_: pa.DataType) -> bool:
-    """Whether times of this type are floats. Decimals without a fraction are integers."""
+    """Whether times of a type are read as floats. Decimals without fraction are integers."""
     return pt.is_floating(type_) or (pt.is_decimal(type_) and type_.scale > 0)
 
 
@@ -250,11 +250,10 @@ def _is_time(type_: pa.DataType) -> str:
 
 
 def _with_times(frame: Any, type_: pa.DataType) -> tuple[Any, pa.DataType, np.ndarray]:
-    """Parses times that are text.
+    """Parses times that are text; other times stay as they are.
 
     Returns:
-      The frame with times that are not text, their Arrow type, and an array of their NumPy
-      dtype.
+      The frame with parsed times, their Arrow type, and a small array of their NumPy dtype.
     """
     if not is_text(type_):
         is_float = _is_float(type_)
@@ -282,7 +281,7 @@ def _with_times(frame: Any, type_: pa.DataType) -> tuple[Any, pa.DataType, np.nd
 
 @dataclasses.dataclass(frozen=True)
 class _Parse:
-    """Parses times that are text, in a task. A text that is not a time becomes null."""
+    """Function of a task that parses times. A text that is not a time becomes null."""
 
     kind: str
     type: pa.DataType
@@ -296,17 +295,17 @@ class _Parse:
         if len(texts) < 2:
             return pa.nulls(len(texts), self.type)
         middle = len(texts) // 2
-        # The array is halved, so that few wrong times among many are found quickly.
+        # Bisection finds a few wrong times among many quickly.
         return pa.concat_arrays([self(texts[:middle]), self(texts[middle:])])
 
 
 def _arrow_schema(schema: Any) -> pa.Schema:
-    """Converts a schema of Spark to Arrow; types that are not supported become empty structs."""
+    """Converts Spark's schema to an Arrow schema. Unsupported types become empty structs."""
     return pa.schema([(field.name, _arrow_type(field.dataType)) for field in schema])
 
 
 def _with_folders(schema: pa.Schema, frame: Any) -> pa.Schema:
-    """Marks columns with roles of times whose values come from names of folders (`of_folder`)."""
+    """Marks columns of times whose values come from the names of folders (`of_folder`)."""
     times = [i for i, name in enumerate(schema.names) if role_of(name) == "time"]
     if len(times) < 2:
         return schema  # the files need not be listed

@@ -61,7 +61,7 @@ def absolute(path: Path) -> str:
 
 
 def _first_line(said: str) -> str:
-    """The error of a Python worker, or else the first line of Spark's message."""
+    """The error line of a Python worker; if there is none, the first line of Spark's message."""
     _, is_python, rest = said.partition(_TRACEBACK)
     if said.startswith(_CALLING):  # Java's error follows this line
         said = said.partition("\n: ")[2] or said

@@ -101,7 +101,7 @@ def _number_of_groups(data: Path) -> int:
 def _write(
     batches: Iterator[pa.RecordBatch], *, arguments: str, identity: str
 ) -> Iterator[pa.RecordBatch]:
-    """Writes the parts whose numbers are in the batches; yields a row of `_RESULT` for each."""
+    """Function of a task: writes the parts with the given numbers, yields a row for each."""
     for batch in batches:
         for number in batch.column(0).to_pylist():
             written, problem = False, None
@@ -120,7 +120,7 @@ def _write(
 
 @functools.lru_cache(maxsize=1)
 def _parts(arguments: str, identity: str) -> Parts:
-    """Opens the prediction in a worker; cached, so that a process reads the manifest once.
+    """Opens the prediction in a worker. The cache lets each process read the manifest only once.
 
     The driver's object is not sent: its file systems may hold credentials.
     """

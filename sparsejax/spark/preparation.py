@@ -57,8 +57,8 @@ from sparsejax.spark.events import (
 from sparsejax.spark.row_writing import WRITTEN, Found, Write
 from sparsejax.spark.workers import check_workers, clear_errors, map_batches
 
-# Numbers of entries that a task writes: one row group each, or more where that would make more
-# than MANY_TASKS tasks.
+# A task writes `TASK_ENTRIES` entries, which are a row group. If that would take more than
+# `MANY_TASKS` tasks, each task writes more entries.
 TASK_ENTRIES, MANY_TASKS, MANY_ENTRIES = 2**20, 256, 2**24
 
 _BROADCAST_ITEMS = 2**20  # the codes of up to so many items go to all workers
@@ -125,7 +125,7 @@ class _Facts:
 
     Attributes:
       entries: number of pairs.
-      wrong: whether some events are wrong; each of them gives a pair without a name.
+      wrong: whether some events are wrong; a wrong event counts as a pair without a name.
       mixed: XOR of the hashes of all pairs.
       checksum: sum of the upper halves of the hashes.
       too_large: a pair whose sum of values is infinite, or None.
@@ -140,10 +140,10 @@ class _Facts:
 
 @dataclasses.dataclass
 class _Preparation:
-    """The steps from a frame of events to the files of a folder.
+    """Groups the events of a frame by user, splits them and writes the files of a folder.
 
     Attributes:
-      kept: stack of callbacks that drop views and persisted data when the call ends.
+      kept: exit stack that drops temporary views and persisted data at the end of the call.
     """
 
     session: Any
@@ -153,7 +153,7 @@ class _Preparation:
     kept: contextlib.ExitStack
 
     def run(self, out: str, known: Names | None, done: DataFolder | None) -> Manifest:
-        """Writes the folder, or compares the events with those of a complete folder."""
+        """Writes the folder; if `done` is complete, only checks that its events are equal."""
         before = self._before()
         pairs, facts, skipped = self._pairs(known, before)
         chosen = self._frequent(pairs, facts.entries)
@@ -202,14 +202,14 @@ class _Preparation:
         return manifest
 
     def _before(self) -> Any:
-        """The time of the split, converted to the type of the events' times, or None."""
+        """The time of the split, converted to the type of the events' times; None without one."""
         try:
             return self.cut.before(self.events.times)
         except ValueError:
             pass
         from pyspark.sql import functions as F
 
-        # The call is repeated with real times: its error names the first and the last one.
+        # `before` is called again with the first and last time, so that its error names them.
         like = self.events.times
         assert like is not None
         [row] = self.events.frame.agg(F.min("time"), F.max("time")).collect()
@@ -220,11 +220,11 @@ class _Preparation:
     def _pairs(
         self, known: Names | None, before: Any
     ) -> tuple[Any, _Facts, dict[str, int]]:
-        """The entries, facts about them, and the number of dropped events by fault."""
+        """The (user, item) pairs, facts about them, and the numbers of dropped events by fault."""
         events, skip_bad_lines = self.events, self.settings["skip_bad_lines"]
-        # Spark persists one copy for all equal plans, and drops the copy when the first of
-        # them is unpersisted. A condition with a random name makes this call's plans unlike
-        # those of any other call.
+        # Equal plans share one persisted copy, which is dropped as soon as one of them is
+        # unpersisted. The condition with a random name makes the plans of this call differ from
+        # those of all other calls.
         own = events.frame.where(f"'{uuid.uuid4().hex}' <> ''")
         if known is not None and has_only_digits(to_arrow(known)):
             own = own.withColumn("item", _without_point_zero("item"))
@@ -282,7 +282,7 @@ class _Preparation:
         )
 
     def _frequent(self, pairs: Any, count: int) -> Any:
-        """The pairs whose user and item occur as often as the settings require."""
+        """Pairs whose user and item occur at least as often as the settings require."""
 
         def chosen(pairs: Any, column: str, least: int) -> tuple[Any, int]:
             query = queries.frequent(self._view(pairs), column, least)
@@ -296,7 +296,7 @@ class _Preparation:
     def _codes(
         self, pairs: Any, known: Names | None, sides: bool
     ) -> tuple[Any, Names, np.ndarray, bool]:
-        """Numbers the items.
+        """Numbers all items.
 
         Returns:
           `(frame, names, counts, some_unknown)`: a frame of all items with their `code`, the
@@ -336,7 +336,7 @@ class _Preparation:
         return self._with_keys(items), in_order, counts, count > len(places)
 
     def _with_keys(self, items: Any) -> Any:
-        """The items with a column `key` from `Cut.keys`, if the split needs keys."""
+        """Items with the column `key`, computed as by `Cut.keys`, if the split needs keys."""
         if self.cut.last is not None:
             ordered = items.select("item", "code").orderBy("item")
             ranked, _, _ = self._numbered(ordered, "true")
@@ -349,8 +349,8 @@ class _Preparation:
     def _numbered(self, ordered: Any, which: str) -> tuple[Any, int, int]:
         """Numbers the rows of a sorted frame.
 
-        Spark sorts by ranges, and numbers the rows of each range. `row_number` would do
-        all of it in one task.
+        Spark sorts by ranges of values, so rows are numbered within each range, and then offset.
+        `row_number` would number all rows in a single task.
 
         Returns:
           The rows with their `number` from 0, the number of rows, and the number of rows for
@@ -378,15 +378,15 @@ class _Preparation:
     def _entries(
         self, pairs: Any, codes: Any, num_items: int, num_tasks: int, sides: bool
     ) -> Any:
-        """The entries with codes and hashes, sorted; all entries of a user in one partition."""
+        """Entries with codes and hashes, sorted by user. A user's entries are in one partition."""
         from pyspark.sql import functions as F
 
         if num_items <= _BROADCAST_ITEMS:
             codes = F.broadcast(codes)
-        # The writing tasks add up the hashes that they receive, so that `run` can check that
-        # these are the entries that were counted. This costs four bytes for each entry in the
-        # shuffle. The hash cannot be computed later, when the item's name is gone. `observe`
-        # would cost no bytes, but counts rows again that Spark computes again after a failure.
+        # The tasks that write entries also add up their hashes. So `run` can check that the
+        # written entries are those that were counted. This costs four bytes per entry in the
+        # shuffle, as the hash cannot be computed later, without the item's name. `observe` would
+        # cost no bytes, but counts rows twice if Spark computes them again after a failure.
         hashed = pairs.withColumn("hash", _upper_half(_hash(pairs)))
         joined = hashed.join(codes, "item")
         timed = sides or self.cut.last is not None
@@ -405,16 +405,16 @@ class _Preparation:
         )
 
     def _identity(self, facts: _Facts, vocabulary: str, num_tasks: int) -> str:
-        """A hash of the entries and the settings, which identifies the folder."""
+        """A hash of the entries and the settings, by which the folder is identified."""
         sums = [facts.entries, facts.mixed, facts.checksum, vocabulary, num_tasks]
         text = json.dumps([VERSION, "spark", self.settings, sums], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def _view(self, frame: Any) -> str:
-        """Makes a temporary view of a frame and returns its name for SQL.
+        """Makes a temporary view of a frame, and returns its name for SQL.
 
-        `session.sql(query, pairs=frame)` also makes a view, but drops it at once, and with
-        it the persisted data of the frame.
+        `session.sql(query, pairs=frame)` would drop its view after the call, and with it the
+        frame's persisted data.
         """
         name = f"sparsejax_{uuid.uuid4().hex}"
         frame.createTempView(name)
@@ -422,25 +422,25 @@ class _Preparation:
         return name
 
     def _keep(self, frame: Any) -> Any:
-        """Persists a frame until the call ends: Spark keeps its rows once they are computed."""
+        """Persists a frame until the call ends: its rows are then computed only once."""
         frame = frame.persist()
         self.kept.callback(frame.unpersist)
         return frame
 
 
 def _without_point_zero(column: str) -> Any:
-    """The column with ".0" removed from whole numbers, as by `spelling.without_point_zero`."""
+    """Column expression that removes ".0" of whole numbers, see `spelling.without_point_zero`."""
     from pyspark.sql import functions as F
 
     return F.regexp_replace(column, r"\A(-?[0-9]+)\.0\z", "$1")
 
 
 def _hash(pairs: Any) -> Any:
-    """The hash column of pairs: of user, item, value and time.
+    """Column expression for a hash of each pair: of its user, item, value and time.
 
-    A value is a float32 here. If Spark adds three or more decimals in another order, the sum
-    rounds to another float32 in one of about 2^29 cases. If an executor was lost, `run` may
-    then raise an error about changed entries; a repeated call succeeds.
+    The value is a sum, rounded to float32. Spark may add three or more decimals in any order: in
+    one of about 2^29 cases the rounded sum then differs. After the loss of an executor, `run` may
+    therefore report changed entries; a repeated call succeeds.
     """
     from pyspark.sql import functions as F
 
@@ -448,7 +448,7 @@ def _hash(pairs: Any) -> Any:
 
 
 def _upper_half(hashed: Any) -> Any:
-    """The upper 32 bits of hashes, whose sums fit in 64 bits."""
+    """Column expression for the upper 32 bits of hashes, whose sums fit in 64 bits."""
     from pyspark.sql import functions as F
 
     return F.shiftright(hashed, 32).cast("int")
@@ -459,7 +459,7 @@ _HASHED = pa.schema({"item": pa.string(), "code": pa.int32(), "key": pa.int64()}
 
 @dataclasses.dataclass(frozen=True)
 class _Hash:
-    """A function of a task that adds the column `key` to items, from `Cut.keys`."""
+    """Function of a task that adds the column `key`, computed by `Cut.keys`, to items."""
 
     cut: Cut
 
@@ -475,7 +475,7 @@ class _Hash:
 def _finish(
     folder: Place, manifest: Manifest, names: Names, counts: np.ndarray
 ) -> None:
-    """Checks that the workers' files exist, and writes the driver's files, the manifest last.
+    """Checks that the files of all workers exist, and writes the other files, the manifest last.
 
     Raises:
       FileExistsError: another call has completed the folder with other content.

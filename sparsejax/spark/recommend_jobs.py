@@ -20,7 +20,7 @@ from sparsejax.predictors.predictor import Predictor
 from sparsejax.spark import jobs, scoring, workers
 from sparsejax.sparse import CSR
 
-# Names of the columns in files of `prepare`; the first two always exist.
+# Column names in the files of `prepare`; the first two columns are in every file.
 _PREPARED = ("indices", "row", "values", "left_out")
 _NEW = ("items", "scores")
 
@@ -106,7 +106,7 @@ class _Columns:
 
     Attributes:
       history: name of the column with the histories.
-      prepared: whether histories are column numbers of the matrix, not names.
+      prepared: whether histories are column numbers of the matrix instead of names.
       kept: names of the columns that are copied to the result.
     """
 
@@ -116,7 +116,7 @@ class _Columns:
 
     @classmethod
     def of(cls, frame: Any, items: str | None) -> _Columns:
-        """Finds the columns of a data frame and checks their names and types."""
+        """Finds the columns of a data frame, and checks their names and types."""
         from pyspark.sql import DataFrame
 
         if not isinstance(frame, DataFrame):
@@ -144,7 +144,7 @@ class _Columns:
         return columns
 
     def _check_types(self, frame: Any) -> None:
-        """Raises ValueError if the history is no array, or Python cannot get a kept column."""
+        """Raises ValueError if histories are no arrays of names, or Python cannot read a column."""
         from pyspark.errors import PySparkException
         from pyspark.sql import types
         from pyspark.sql.pandas.types import to_arrow_type
@@ -172,7 +172,7 @@ class _Columns:
                 ) from None
 
     def given(self, frame: Any) -> Any:
-        """The columns that workers need: kept ones, and the history cast to one type."""
+        """A frame for the workers: the kept columns, and the history as an array of one type."""
         from pyspark.sql import functions
 
         kind = "array<int>" if self.prepared else "array<string>"
@@ -182,7 +182,7 @@ class _Columns:
         return frame.select(*kept, history.alias(self.history))
 
     def schema(self, frame: Any) -> Any:
-        """The schema of the result."""
+        """Spark's schema of the result."""
         from pyspark.sql import types
 
         text, number = types.StringType(), types.FloatType()
@@ -193,7 +193,7 @@ class _Columns:
 
 
 def _quoted(name: str) -> str:
-    """A column's name quoted for an expression, in which dots and spaces have a meaning."""
+    """Quotes a column's name for an expression, in which dots and spaces would be syntax."""
     return "`" + name.replace("`", "``") + "`"
 
 
@@ -209,7 +209,7 @@ def _recommended(
     indicator: bool,
     which: Mapping[str, Any],
 ) -> Iterator[pa.RecordBatch]:
-    """The function of a task for `mapInArrow`: recommends items for each batch of rows."""
+    """Function of a task for `mapInArrow`: recommends items for each row of each batch."""
     model = scoring.predictor_here(predictor, identity)
     if model.items is None:
         raise ValueError(
@@ -232,7 +232,7 @@ def _recommended(
 
 
 def _matrix_of_prepared(batch: pa.RecordBatch, size: int, indicator: bool) -> CSR:
-    """The sparse matrix of a batch of rows from a prepared folder."""
+    """Sparse matrix of the histories in a batch of rows from a prepared folder."""
     indices = batch.column(_PREPARED[0])
     values = None
     if _PREPARED[2] in batch.schema.names and not indicator:

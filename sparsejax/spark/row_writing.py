@@ -27,7 +27,7 @@ WRITTEN = pa.schema(
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """The files that one task has written for a part, with counts; see `Found`."""
+    """The files of a part that a task has written, and counts; see `Found`."""
 
     files: tuple[DataFile, ...]
     left_out: int
@@ -60,7 +60,8 @@ class Write:
 
         task = TaskContext.get()
         assert task is not None
-        # A task's file numbers are congruent to its partition, so that tasks never share one.
+        # Tasks never use the same file number: a number modulo the number of tasks is its
+        # partition.
         numbers = range(task.partitionId(), 2**31, self.num_tasks)
         sums: list[tuple[int, int]] = []
         writers = write_rows(
@@ -98,7 +99,7 @@ class Write:
 def _summed(
     batches: Iterator[pa.RecordBatch], sums: list[tuple[int, int]]
 ) -> Iterator[pa.RecordBatch]:
-    """Yields batches without hashes; appends each batch's count and sum of hashes to `sums`."""
+    """Yields batches without their hashes. Appends each batch's count and hash sum to `sums`."""
     for batch in batches:
         hashes = arrow.numbers(batch.column("hash"))
         sums.append((len(hashes), int(hashes.sum(dtype=np.int64))))
@@ -106,7 +107,7 @@ def _summed(
 
 
 def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yields the rows in batches of at least `_BLOCK` rows, except for the last batch."""
+    """Joins batches, so that each but the last has at least `_BLOCK` rows."""
     waiting: list[pa.RecordBatch] = []
     for batch in batches:
         waiting.append(batch)
@@ -120,7 +121,7 @@ def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def _numbered_users(
     blocks: Iterator[pa.RecordBatch], names: list[pa.Array]
 ) -> Iterator[Leaves]:
-    """Yields entries with numbers from 0 for users, and appends the users' names to `names`."""
+    """Yields entries whose users are numbered from 0. Appends the users' names to `names`."""
     number, last = -1, None
     for block in blocks:
         if not len(block):

@@ -114,7 +114,7 @@ class RunCopy:
                     self._saved[path.name] = checksum
         here = self._steps_here()
         for step in sorted(here - self._steps_there(), key=int):
-            # The training may remove an old checkpoint at any time.
+            # The training may delete an old checkpoint while it is copied.
             with contextlib.suppress(FileNotFoundError):
                 self._save_checkpoint(step)
         if here:
@@ -153,7 +153,7 @@ class RunCopy:
         folder = self.folder / _CHECKPOINTS
         if not folder.is_dir():
             return set()
-        # Orbax gives a checkpoint its decimal name when it is complete.
+        # Orbax renames a checkpoint to a decimal number when it is complete.
         return {path.name for path in folder.iterdir() if path.name.isdecimal()}
 
     def _steps_there(self) -> set[str]:
@@ -162,7 +162,7 @@ class RunCopy:
         return {step for step in steps if step.isdecimal()}
 
     def _remove_but(self, steps: set[str]) -> None:
-        """Removes all checkpoints in the store except these steps, incomplete ones too."""
+        """Removes all checkpoints except those of `steps` from the store, even incomplete ones."""
         for name in sorted(self._checkpoints.names(), reverse=True):  # JSON files first
             step = name.removesuffix(".json")
             if step.isdecimal() and step not in steps:
@@ -181,14 +181,14 @@ class RunCopy:
                 stated[name] = path.stat().st_size, crc32(os.fspath(path))
                 with path.open("rb") as file, to.below(f"{step}/{name}").writing() as o:
                     shutil.copyfileobj(file, o)
-        # The copy is complete, unless the training removed the checkpoint meanwhile.
+        # If no file was deleted by the training meanwhile, the copy is complete.
         if folder.is_dir() and all((folder / name).is_file() for name in stated):
             with to.below(_list(step)).writing() as file:
                 file.write(codec.text(stated).encode())
 
 
 def _stated(checkpoints: Place, step: str, text: bytes) -> dict[str, tuple[int, int]]:
-    """Parses the sizes and checksums of a checkpoint's files; refuses paths outside its folder."""
+    """Sizes and checksums of a checkpoint's files, by path. Rejects paths outside its folder."""
     place = checkpoints.below(_list(step))
     try:
         found = codec.value(dict[str, tuple[int, int]], codec.parse(text), "the list")

@@ -11,8 +11,7 @@ import pyarrow as pa
 from sparsejax.predictors.files import Kept
 from sparsejax.predictors.predictor import Predictor
 
-# The last predictor that a task has loaded, by the address of its GPU (None: JAX chose the
-# device).
+# The predictor that was loaded last, for each GPU's address (None if JAX chooses the device).
 _loaded: dict[str | None, Kept] = {}
 
 
@@ -37,25 +36,25 @@ def predictor_here(path: str, identity: str) -> Predictor:
     _bound(context.cpus())
     gpus = context.resources().get("gpu")
     address = None if gpus is None else gpus.addresses[0]
-    # JAX puts arrays and programs on this device.
+    # From now on, JAX puts arrays on this device by default, and runs programs there.
     jax.config.update("jax_default_device", _device(address))
     return _loaded.setdefault(address, Kept()).load(path, identity)
 
 
 def _bound(cpus: int) -> None:
-    """Limits this process to a task's share of the processors and of the GPUs' memory.
+    """Limits this process to its task's share of the processors and of the GPU's memory.
 
     JAX reads these environment variables when it first uses a device.
     """
     for name in ("NPROC", "PJRT_NPROC"):  # XLA's threads on a CPU
         os.environ.setdefault(name, str(cpus))
-    # Other processes use the same GPU before and after this one.
+    # Other processes may use the GPU before, during and after this process.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     pa.set_cpu_count(cpus)
 
 
 def _device(address: str | None) -> Any:
-    """The JAX device for an address of a GPU that Spark has assigned; None without one."""
+    """JAX's device for the address of a GPU that Spark has assigned; None without an address."""
     if address is None:
         return None
     devices = {str(d.local_hardware_id): d for d in jax.local_devices(backend="gpu")}

@@ -25,7 +25,7 @@ from sparsejax.spark import jobs, workers
 from sparsejax.spark.child import Ended, run_command
 from sparsejax.spark.run_copies import RunCopy
 
-# Flags that this module sets itself.
+# Flags that `train` passes itself, so that a caller must not give them.
 _OURS = (
     "--run",
     "--resume",
@@ -34,13 +34,13 @@ _OURS = (
     "--num-processes",
     "--process-id",
 )
-# Seconds for which a process of a failed submission may still hold the folder.
+# Most seconds to wait for a process of an earlier submission that still uses the folder.
 _ENDING_SECONDS = 60
 _ERROR = "sparsejax: error: "
-# Parts of the messages of a process that ended because another one had ended.
+# Texts in the errors of processes that ended only because another process had ended.
 _OF_OTHERS = ("another process was lost", "process 0 has failed")
 _WRONG_USAGE = 2  # exit status
-# Begin of Spark's message if a cluster is too small, or forbids barrier stages.
+# Start of Spark's message if the cluster is too small or forbids barrier stages.
 _NO_BARRIER = "Barrier execution mode does not"
 _RESULT = pa.schema({"number": pa.int32(), "status": pa.int32(), "said": pa.string()})
 
@@ -123,7 +123,7 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class _Process:
-    """The exit of one process of the training.
+    """The result of one process of the training.
 
     Attributes:
       number: number of the process.
@@ -141,12 +141,12 @@ class _Process:
 
     @property
     def is_of_others(self) -> bool:
-        """Whether the process ended because another process had ended."""
+        """Whether the process ended only because another process had ended."""
         return any(words in self._last for words in _OF_OTHERS)
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the command refused its arguments or data, so that a retry would fail, too."""
+        """Whether the command rejected its arguments or data: a retry would fail, too."""
         if self.status == _WRONG_USAGE:
             return True
         is_error = self.status == 1 and self._last.startswith(_ERROR)
@@ -154,7 +154,7 @@ class _Process:
 
     @property
     def message(self) -> str:
-        """The command's error, or else its status or signal with its last line."""
+        """The command's error; without one, its status or signal, and its last line."""
         if self.status == _WRONG_USAGE:
             return self.said
         if self._last.startswith(_ERROR):
@@ -167,7 +167,7 @@ class _Process:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """The command that each task of the stage runs.
+    """The command that each task of the barrier stage runs.
 
     Attributes:
       data: path or address of the data.
@@ -185,7 +185,7 @@ class _Job:
     def of(
         cls, data: Path, run: Path, *, processes: int, options: Sequence[str]
     ) -> _Job:
-        """Checks the arguments of `train`, and makes a job of them."""
+        """Checks the arguments of `train`, and makes a job from them."""
         if processes < 1:
             raise ValueError(f"processes must be 1 or more, got {processes}")
         if isinstance(options, str):
@@ -198,7 +198,7 @@ class _Job:
         return cls(jobs.absolute(data), jobs.absolute(run), processes, tuple(options))
 
     def submit(self, session: Any) -> list[_Process]:
-        """Runs all processes once, and returns the exit of each, by number."""
+        """Runs all processes once. Returns their results in the order of their numbers."""
         numbers = session.range(0, self.processes, 1, self.processes)
         task = functools.partial(_train_here, job=self)
         results = workers.map_batches(numbers, task, _RESULT, barrier=True)
@@ -206,7 +206,7 @@ class _Job:
         return sorted((_Process(*row) for row in rows), key=lambda p: p.number)
 
     def run_process(self, context: Any) -> Ended:
-        """Runs the command in this task, once all tasks have exchanged their addresses."""
+        """Runs the command in this task, after the tasks have exchanged their addresses."""
         number = context.partitionId()
         told = [
             codec.read(_Facts, codec.parse(text), "a task")
@@ -237,7 +237,7 @@ class _Job:
                 problem = _wait_until_free(folder)
                 if is_address(self.run) and not problem:
                     stack.enter_context(_kept_in_store(folder, Place.of(self.run)))
-            # All processes get the problem of process 0, or "" if the folder is ready.
+            # Process 0 sends its problem to all processes: "" if the folder is ready.
             if problem := context.allGather(problem)[0]:
                 return _refused(problem)
             return run_command([*argv, "--run", str(folder)], _gpus(context))
@@ -246,7 +246,7 @@ class _Job:
 def _train_here(
     batches: Iterator[pa.RecordBatch], *, job: _Job
 ) -> Iterator[pa.RecordBatch]:
-    """The function of a task: runs one process, and yields a row of `_RESULT` about its end."""
+    """Function of a task: runs a process, and yields a row of `_RESULT` when it has ended."""
     from pyspark import BarrierTaskContext
 
     for _ in batches:  # the rows are not needed: the partition's number is the task's
@@ -262,13 +262,13 @@ def _train_here(
 
 
 def _refused(problem: str) -> Ended:
-    """The result of a command that refused to start, with an error message."""
+    """The result of a process in which the command was not started, with the reason."""
     return Ended(1, (f"{_ERROR}{problem}",))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """The address of a task, which is sent to the other tasks.
+    """Address of a task, which the task sends to all other tasks.
 
     Attributes:
       host: name of the task's host.
@@ -286,13 +286,13 @@ class _Facts:
 
 
 def _gpus(context: Any) -> dict[str, str]:
-    """Environment variables with which JAX sees only the GPUs of this task."""
+    """Environment variables that restrict JAX to the GPUs of this task."""
     gpus = context.resources().get("gpu")
     return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses)}
 
 
 def _work_folder(run: str) -> pathlib.Path:
-    """The local work folder for a run that is kept in a store."""
+    """The local folder in which a run is trained if its own folder is in a store."""
     name = hashlib.blake2b(run.encode(), digest_size=8).hexdigest()
     return pathlib.Path(tempfile.gettempdir()) / f"sparsejax-run-{name}"
 
@@ -316,7 +316,7 @@ def _wait_until_free(folder: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def _kept_in_store(folder: pathlib.Path, place: Place) -> Generator[None]:
-    """Copies the run from the store; while this context is open, copies new files back."""
+    """Copies the run from a store. While this context is open, new files are copied back."""
     shutil.rmtree(folder, ignore_errors=True)
     copy = RunCopy(folder, place)
     try:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import sparsejax
 from sparsejax.data.files.opening import DataError
 
-# An error of a task in Spark's message: the name of the Python exception, and its text.
+# A line of Spark's message with the error of a task: a Python exception's name and text.
 _RAISED = re.compile(r"^(?:[\w.]+\.)?(\w+Error): (.+)$", re.MULTILINE)
 _OURS = {"DataError": DataError, "FileExistsError": FileExistsError}
 
@@ -99,8 +99,8 @@ def spark_errors() -> tuple[type[Exception], ...]:
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import PySparkException
 
-    # Without Connect, errors of Java for which pyspark has no class, such as the loss of too
-    # many executors, are a Py4JJavaError.
+    # Without Spark Connect, some errors of Java are a Py4JJavaError, because pyspark has no class
+    # for them: for example the loss of too many executors.
     return PySparkException, Py4JJavaError
 
 

@@ -595,7 +595,7 @@ class _Histories(_Preparation):
     """Sorts a stream of events to histories, splits them and writes the files of a folder.
 
     Attributes:
-        counter: counter of categories in event columns; None if there are no such columns.
+      counter: counter of categories in event columns; None if there are no such columns.
     """
 
     repeats: ClassVar[bool] = True

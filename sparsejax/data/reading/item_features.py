@@ -444,7 +444,7 @@ def _once(
     """Removes rows that repeat an earlier row; returns the other rows and their items.
 
     Raises:
-        DataError: two rows of an item are different.
+      DataError: two rows of an item are different.
     """
     distinct, codes = numbered(items)
     if len(distinct) == len(items):
@@ -521,7 +521,7 @@ def _table(
     Args:
       piece: the file or the table.
       item: name of the column of items, or None.
-        names: further columns of a CSV file that are read as text.
+      names: further columns of a CSV file that are read as text.
     """
     path = piece.path
     if piece.table is not None:

@@ -760,10 +760,10 @@ def _dataset(
     """Makes a data set from entries, and `Events` from the event columns among them.
 
     Args:
-        entries: all entries, including event columns.
+      entries: all entries, including event columns.
       row_names: names of the rows.
       feature_names: names of the features.
-        events: events that have the schema and vocabularies of these columns, or None.
+      events: events that have the schema and vocabularies of these columns, or None.
       columns: columns of the table from which the entries were read, or None.
     """
     if events is not None:

@@ -208,8 +208,8 @@ class _Figures(NamedTuple):
     """Memory of each device for the stacks of a collection, and bytes sent.
 
     Attributes:
-        devices: memory of each device along "model".
-        sent: bytes that each device sends in a step for each table, by the table's name.
+      devices: memory of each device along "model".
+      sent: bytes that each device sends in a step for each table, by the table's name.
     """
 
     devices: tuple[PlannedDevice, ...]
