@@ -3,11 +3,10 @@
     python benchmarks/fit_mesh.py run --only 'dlrm* 4 *' '* one 1 *'   on GPUs of one host
     python benchmarks/fit_mesh.py table                                anywhere
 
-A part is a case, a way, a number of devices and a batch. Each part is a process, which sees that
-many GPUs (with the way *beside* it sees all GPUs, and sets no mesh). It prints its prediction,
-trains, and prints the time of a step and the gain over one device. A run replaces only the results
-of its own parts. On a CPU all sizes are tiny, and `JAX_NUM_CPU_DEVICES=8` makes the devices.
-Predictions are for H200s.
+A part is a case, a way, a number of devices and a batch; it is one process, which sees that many
+GPUs (the way *beside*: all, without a mesh). It prints its prediction, trains, and prints the time
+of a step and the gain over one device. A run replaces the results of the parts that ran. On a CPU
+all sizes are tiny, and `JAX_NUM_CPU_DEVICES=8` makes the devices. Predictions are for H200s.
 
 Items: 8 or 40 million in and out, 256 units, RMSProp, fused, 64 entries a row, zipf .8. *Epoch* is
 that of `epoch.py`. *Dlrm* has the 26 tables of `workloads.clicks_to_fit`; *dynamic* has dynamic
@@ -53,9 +52,9 @@ _DEVICES, _EPOCHS = (1, 2, 4, 8), 4
 _HERE = pathlib.Path(__file__).resolve().parent
 _BIG, _BIG_DIM = 400_000_000, 256
 _USERS, _WIDTH, _NEGATIVES = 65_536, 256, 1024
-_CARD = "NVIDIA H200"  # the GPU for which predictions and tables are made
-_FEW = 150_000  # number of rows on a CPU: smaller tables are not divided
-# For each way, the mesh axis of the devices, and further arguments of `fit`.
+_CARD = "NVIDIA H200"  # of predictions and tables
+_FEW = 150_000  # rows on a CPU: smaller tables are not divided
+# Axis of the devices, and further arguments of `fit`.
 _WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("model", {}),
     "beside": ("model", {}),
@@ -69,7 +68,7 @@ _WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training: kind of model, batch size on all devices, ways, and arguments for the kind."""
+    """A training: its kind, its batch on all devices, its ways, and arguments of the kind."""
 
     kind: str
     batch: int
@@ -99,9 +98,7 @@ CASES = {
 
 
 def parts() -> dict[str, dict[str, str]]:
-    """The environment variables of each part. One device also has parts with smaller batches,
-    which bound the possible gain.
-    """
+    """The environment of each part; one device has smaller batches, too, which bound gains."""
     names = []
     for name, case in CASES.items():
         batch, ways = case.batch, case.ways
@@ -122,16 +119,16 @@ def parts() -> dict[str, dict[str, str]]:
     }
 
 
-# --- predictions ---
+# Predictions
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Work of each device in a step: bytes of memory, operations, and bytes sent.
+    """What each device does in a step: bytes of memory, operations, bytes it sends.
 
-    Rates: a copy moves 4.3 TB/s, matrix products compute 790 (bfloat16) and 400 TFLOP/s (TF32),
-    GPUs of a process copy rows to each other at 380 GB/s. A sum over devices takes 21 us, and its
-    bytes pass a ring at 262 GB/s (27, 45 and 70 us for 1, 4 and 8 MB on four H200s).
+    Rates: a copy moves 4.3 TB/s, products do 790 (bfloat16) and 400 TFLOP/s (TF32), GPUs of a
+    process copy rows to each other at 380 GB/s, and a sum over devices takes 21 us and its
+    bytes by a ring at 262 GB/s (27, 45 and 70 us for 1, 4 and 8 MB on four H200s).
     """
 
     memory: float
@@ -143,19 +140,19 @@ class Load:
 
     @property
     def work(self) -> float:
-        """Milliseconds for memory accesses and matrix products."""
+        """Milliseconds of memory and products."""
         return 1e3 * (self.memory / 4.3e12 + self.bfloat16 / 7.9e14 + self.tf32 / 4e14)
 
     @property
     def wire(self) -> float:
-        """Milliseconds for data sent between devices."""
+        """Milliseconds of what crosses between devices."""
         ring = self.summed / 262e9 + 21e-6 * self.sums
         return 1e3 * (self.copied / 380e9 + ring)
 
 
 @functools.cache
 def _distinct(draws: int, rows: int, skew: float) -> float:
-    """The expected number of distinct ids among `draws` draws."""
+    """How many different ids are expected."""
     share = np.arange(1.0, rows + 1) ** -skew if skew else np.ones(1)
     share /= share.sum() if skew else rows
     return float(-np.expm1(draws * np.log1p(-share)).sum() * (1 if skew else rows))
@@ -176,7 +173,7 @@ def load(name: str, way: str, devices: int, batch: int) -> Load:
 
 
 def _load_of_items(name: str, devices: int, batch: int) -> Load:
-    """Counts reads and writes of weights and their state, and of score gradients in bfloat16."""
+    """Weights and their state are read and written, slopes in bfloat16 written and read."""
     items, entries, hidden = 27_278, 144, (1024,) * 3
     if name != "epoch":
         items, entries, _ = CASES[name].given
@@ -197,9 +194,7 @@ def _load_of_items(name: str, devices: int, batch: int) -> Load:
 
 
 def _load_of_clicks(tables, dim, devices, batch, wire, narrow) -> Load:
-    """Counts eight passes over the rows of the bags, and three over activations
-    (`notes/dlrm_mesh.md`).
-    """
+    """Eight passes over the rows of the bags, three over activations (`notes/dlrm_mesh.md`)."""
     import sparsejax as sj
 
     vectors = len(tables) + 1
@@ -225,7 +220,7 @@ def _load_of_clicks(tables, dim, devices, batch, wire, narrow) -> Load:
     flops = 6 * batch / devices * weights
     own = batch / devices * (8 * 4 * dim * len(tables) + 3 * units)
     return Load(
-        own + 4 * sent,  # both sides write and read rows and gradients
+        own + 4 * sent,  # rows and gradients are written and read on both sides
         flops * narrow,
         flops * (not narrow),
         sent,
@@ -237,9 +232,7 @@ def _load_of_clicks(tables, dim, devices, batch, wire, narrow) -> Load:
 def _load_of_histories(
     name: str, axis: str, devices: int, batch: int, item: int
 ) -> Load:
-    """Counts tokens and rows. Tokens are divided over all devices, rows are not divided over
-    "data".
-    """
+    """Tokens are divided over all devices; so are rows, but not along "data"."""
     law, items = CASES[name].given
     skew = 1.05 if law == "zipf" else 0.0
     lengths = np.clip(np.random.default_rng(0).lognormal(np.log(50), 1, _USERS), 2, 200)
@@ -252,7 +245,7 @@ def _load_of_histories(
     if name.endswith("exact"):
         distinct = all_rows = items
     held = all_rows if axis == "data" else all_rows / devices
-    # With Adam a row has three arrays. Each token reads and writes 20 arrays of a block.
+    # A row by Adam has three arrays; 20 arrays of a block are written and read by each token.
     memory = 6 * 4 * _WIDTH * held + tokens * _WIDTH * (2 * 20 * 2 * 2 + 12)
     crossing = devices - 1 if axis == "data" else 2 * (devices - 1) / devices
     crossing *= distinct * _WIDTH * item
@@ -270,20 +263,17 @@ def committed() -> list[dict]:
 def measured(
     results: list[dict], part: str, *, run: str | None = None, device: str = _CARD
 ) -> dict:
-    """The result of a part on a card, from the given run if it has one; an empty dict if there is
-    none.
-    """
+    """The result of a part on a card, of some run if that has it; else an empty dictionary."""
     found = [r for r in results if r["of_part"] == part and r["device"] == device]
     return next((r for r in found if r.get("run") == run), (found or [{}])[0])
 
 
 def predicted(results, name: str, way: str, devices: int, batch: int) -> float:
-    """Predicts milliseconds of a step: one device's time, divided, plus the time of communication.
+    """Milliseconds of a part: one device's time, shared out, and what crosses.
 
-    If half of the batch was also measured on one device, the prediction includes a time that does
-    not depend on the batch. If two devices were measured, communication is scaled by the ratio of
-    their measured to their computed time. Without measurements, all is computed from bytes and
-    products.
+    Of one device's time a part does not depend on the batch, if half of a batch was measured.
+    What crosses takes as many times what its bytes say as it took on two devices, if those were
+    measured. Without any measurement the time is that of bytes and products.
     """
     base = CASES[name].batch
     if way == "beside":
@@ -293,7 +283,7 @@ def predicted(results, name: str, way: str, devices: int, batch: int) -> float:
         found = measured(results, f"{name} {way} {n} {size}")
         return found.get("milliseconds")
 
-    # The result with the fewest devices that was measured.
+    # Of the fewest devices that were measured.
     whole, other, n = next(
         ((t, w, n) for n in _DEVICES for w in ("one", way) if (t := known(w, n, base))),
         (None, way, devices),
@@ -315,11 +305,11 @@ def predicted(results, name: str, way: str, devices: int, batch: int) -> float:
     return fixed + more * own.work + wire * own.wire
 
 
-# --- measurements ---
+# Measurements
 
 
 def measure(part: str) -> Iterator[dict]:
-    """Prints the prediction of a part, then measures the part."""
+    """The result of a part; its prediction is printed before."""
     import jax
 
     name, way, *numbers = part.split()
@@ -358,7 +348,7 @@ def measure(part: str) -> Iterator[dict]:
 
 
 def _made(name: str, batch: int) -> tuple[Callable, Any, dict[str, Any]]:
-    """The function that makes model and optimizer, the data, and arguments of `fit`."""
+    """Function that makes model and optimizer, the data, and arguments of `fit`."""
     import jax
     from flax import nnx
 
@@ -424,7 +414,7 @@ def _made(name: str, batch: int) -> tuple[Callable, Any, dict[str, Any]]:
 
 
 def _own(*sizes: int, **options: Any):
-    """The model that docs/own_models.md shows."""
+    """The model of histories on the page for models of one's own."""
     page = (_HERE.parent / "docs/own_models.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     given: dict[str, Any] = {}
@@ -433,9 +423,7 @@ def _own(*sizes: int, **options: Any):
 
 
 def _mesh(way: str, devices: int):
-    """The context of a mesh over some devices. For one device, and for the way *beside*, no mesh
-    is set.
-    """
+    """The context of a mesh over some devices; none for one, and for the way *beside*."""
     import jax
 
     import sparsejax as sj
@@ -459,7 +447,7 @@ def _fitted(name: str, way: str, devices: int, batch: int) -> dict:
     options |= {"batch_size": batch, "seed": 0, **_WAYS[way][1]}
 
     def trained(pair: tuple[Any, Any], epochs: int = _EPOCHS) -> list[dict]:
-        # The first epoch is omitted, because it compiles programs.
+        # The first epoch compiles.
         model, optimizer = pair
         return sj.fit(model, optimizer, data, num_epochs=epochs, **options)
 
@@ -477,8 +465,7 @@ def _fitted(name: str, way: str, devices: int, batch: int) -> dict:
             states = (nnx.state(model, nnx.Param) for model, _ in (pair, other))
             same = jax.tree.map(lambda a, b: bool((a == b).all()), *states)
             result["same_bits_twice"] = all(jax.tree.leaves(same))
-        # Kernel times show which part of the measured time the prediction lacks.
-        if on_gpu:
+        if on_gpu:  # what lies between the prediction and the time
             steps = found[-1]["step"] // _EPOCHS * devices
             times = time_kernels(lambda _: trained(pair, 1), 1, warm=1)
             times = {kernel: each / steps for kernel, each in times.items()}
@@ -487,13 +474,11 @@ def _fitted(name: str, way: str, devices: int, batch: int) -> dict:
     return result
 
 
-# --- a large table ---
+# A large table
 
 
 def _rows_that_fit(devices: int, folder: str) -> int:
-    """Number of rows for which half of the devices have memory, and the disk for two and a half
-    checkpoints.
-    """
+    """Rows for half of the devices, and for two checkpoints and a half on the disk."""
     import jax
 
     row = 4 * (_BIG_DIM + 1)
@@ -507,7 +492,7 @@ def _rows_that_fit(devices: int, folder: str) -> int:
 def train_big(
     folder: str, rows: int, devices: int, batch: int, epochs: int, resume: bool = False
 ) -> list[dict]:
-    """Trains the table on some devices, and prints each epoch; returns the epochs of this call."""
+    """Trains the table on some devices, and prints each epoch; those of this call."""
     import sparsejax as sj
 
     dim, size = (8, 256) if batch < 1024 else (_BIG_DIM, 4 * batch)
@@ -527,7 +512,7 @@ def train_big(
 
 
 def _big(name: str, way: str, devices: int, batch: int) -> dict:
-    """Kills a training after its first checkpoint, and resumes it on half of the devices."""
+    """A training is killed behind its first checkpoint, and half of the devices go on."""
     import jax
 
     from sparsejax.engine.train.checkpoint import Checkpoints
@@ -573,7 +558,7 @@ def _fastest(entries: list[dict], batch: int) -> float:
 
 
 def _show(report: dict) -> None:
-    """Prints a row for each case, way and growth of the batch. Measured cells are bold."""
+    """Prints a row for each case, way and growth of the batch: measured cells are bold."""
     results, rows = report["results"], []
     for name, case in CASES.items():
         if name == "gowalla":

@@ -1,13 +1,14 @@
-"""Times how long a new event takes until a predictor's answers depend on it.
+"""From event to answer: how long until a predictor answers by what has just been clicked?
 
     python benchmarks/follow.py --kills 0 --output benchmarks/results/follow.json
     python benchmarks/follow.py --output benchmarks/results/follow_kills.json
 
-One process trains, `sparsejax train clicks/ --dynamic N --follow --changes changes/`. This process
-writes a file of events each second, applies the changes to a predictor, and asks it all the time.
-The events of a file are spread over its second, so half a second passes on average before the file
-exists. Then the training is killed at random times, again and again, and resumed. In the end the
-changes must equal the trained tables bit by bit, and each event must be trained on once.
+One process trains, `sparsejax train clicks/ --dynamic N --follow --changes changes/`; this one
+writes a file of events each second, and reads the changes into a predictor, which it asks all the
+time. An event happens at its place within the second of its file, so half a second passes before
+its file is there. After that the training is killed, again and again, at random moments, and
+resumed. In the end the changes must be the trained tables to the bit, and each event trained on
+once.
 """
 
 import argparse
@@ -41,7 +42,7 @@ SCHEMA = {
 
 
 def events(number, rate):
-    """The clicks of one second. One in a hundred users is new."""
+    """The clicks of a second. A hundredth of the users is new."""
     rng = np.random.default_rng(number)
     users = rng.zipf(1.3, rate) % USERS + number * USERS // 100
     items = rng.zipf(1.2, rate) % ITEMS
@@ -60,7 +61,7 @@ ASKED = events(0, 8).drop_columns("click")
 
 
 class Writer(threading.Thread):
-    """Thread that writes a file each second. A file is renamed when it is complete."""
+    """Writes a file each second, under another name first."""
 
     def __init__(self, folder, rate):
         super().__init__(daemon=True)
@@ -68,7 +69,7 @@ class Writer(threading.Thread):
         self.stopped = threading.Event()
 
     def write(self, end):
-        """Writes the file for the second that ends at `end`."""
+        """Writes the next file, of the second that ends then."""
         number = len(self.ends)
         table = events(number, self.rate)
         time.sleep(max(0.0, end - time.time()))
@@ -84,13 +85,13 @@ class Writer(threading.Thread):
             self.write(end)
 
     def end(self):
-        """Waits until the last file is written."""
+        """Waits for the last file."""
         self.stopped.set()
         self.join()
 
 
 class Training:
-    """The process of the training command, which may be killed and started again."""
+    """The command, which may be killed and begun again."""
 
     def __init__(self, place, seconds):
         (place / "schema.json").write_text(json.dumps(SCHEMA))
@@ -127,7 +128,7 @@ def wait_for(there, training):
 
 
 def latencies(place, predictor, writer, seconds):
-    """Seconds from each event to the first answer that uses it, for the events of some seconds."""
+    """Seconds from each event to the answer by it, for events of so many seconds."""
     steps = -(-writer.rate // BATCH)
     found, first, done = [], None, 0
     end = time.time() + seconds
@@ -135,7 +136,7 @@ def latencies(place, predictor, writer, seconds):
         taken = predictor.apply_changes(place / "changes")
         predictor.predict_records(ASKED)
         now, files = time.time(), taken.steps // steps
-        if first is None:  # these events were written before the reader started
+        if first is None:  # what came before this reader
             first = done = files
         for at in writer.ends[done:files]:
             found.append(now - at + 1 - (np.arange(writer.rate) + 0.5) / writer.rate)
@@ -145,7 +146,7 @@ def latencies(place, predictor, writer, seconds):
 
 
 def bytes_of(model, place):
-    """All parameters of a model as bytes: tables as files, and other layers."""
+    """All of a model: its tables as files, and its other layers."""
     place.mkdir()
     found, tables = {}, []
     for path, node in nnx.iter_graph(model):
@@ -184,9 +185,7 @@ def main():
 
 
 def result(place, args, training):
-    """Measures latencies, and tests whether any event was lost or repeated when the training was
-    killed.
-    """
+    """Latencies, and whether kills have lost nothing."""
     changes = place / "changes"
     wait_for(lambda: list(changes.glob("0*")), training)
     sj.Run.load(place / "run").export(place / "clicks.predictor")
@@ -200,10 +199,9 @@ def result(place, args, training):
         manifest = json.loads((link / "manifest.json").read_text())
         return manifest["steps"] // steps
 
-    # The first steps compile programs, so they are not measured.
-    wait_for(lambda: trained() > 0, training)
+    wait_for(lambda: trained() > 0, training)  # programs are compiled
     predictor = sj.load_predictor(place / "clicks.predictor")
-    for _ in range(3):  # the first answers compile programs, so they are not measured
+    for _ in range(3):  # programs are compiled
         predictor.apply_changes(changes)
         predictor.predict_records(ASKED)
         time.sleep(args.export_seconds)
@@ -211,7 +209,7 @@ def result(place, args, training):
     waits = latencies(place, predictor, writer, args.seconds)
     rng = np.random.default_rng(0)
     for _ in range(args.kills):
-        # A kill before any further step would test nothing.
+        # Not before it has come further, else nothing is tried.
         further = trained() + 1
         wait_for(lambda least=further: trained() >= least, training)
         time.sleep(rng.random() * args.export_seconds)

@@ -55,14 +55,14 @@ _FILES = {
     "beauty": "Beauty.txt.xz",
     "ml-20m-1024": "movielens_input_1024.txt.xz",
 }
-# Number of epochs (None is the default) and hidden units of each training.
+# Epochs and hidden units; None is the default.
 _TRAININGS = {"gowalla": ((None, 256), (50, 256), (50, 512))}
 _METRICS = ("recall@20", "ndcg@20", "coverage@20", "gini@20", "mean_popularity@20")
-# Factors: this times the log of an item's entries is subtracted from its bias.
+# From the bias of an item's score, this times the log of its entries is subtracted.
 _PENALTIES = (0.25, 0.5, 1.0)
 _EASE_ITEMS = 15_000
 
-_EPOCHS = {"gowalla": 80, "ml-1m": 150, "msweb": 60}  # number of epochs for `settings`
+_EPOCHS = {"gowalla": 80, "ml-1m": 150, "msweb": 60}  # of `settings`
 _DEFAULTS = {"hidden": 256, "temperature": 0.1, "corruption": 0.5}
 _VALUES: dict[str, tuple[Any, ...]] = {
     "hidden": (32, 64, 128, 256, 512, 1024),
@@ -71,9 +71,9 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 }
 _PLOT = pathlib.Path(__file__).resolve().parents[1] / "docs" / "settings.svg"
 
-# Model; number of negatives (None is the exact softmax); their sampler; whether the last but one
-# items are trained on; dtype of layers. Published models are not trained on these items, but
-# `sparsejax train` is trained on everything known.
+# Model, negatives (None is the exact softmax) and their sampler, whether the last but one items
+# are trained on, and the dtype of layers. Published models are not trained on them;
+# `sparsejax train` is given all that is known.
 _HISTORIES = (
     ("hstu", None, "uniform", False, "float32"),
     ("hstu", None, "uniform", False, "bfloat16"),
@@ -90,13 +90,12 @@ _HISTORIES = (
     ("hstu", 1024, "uniform", False, "bfloat16"),
 )
 _NAMES = "model", "negatives", "sampler", "trained on the last but one", "dtype"
-# Most entries of a user who counts as having few: for any number of places, the history is short.
-_FEW = 40
+_FEW = 40  # entries of a user, so that the history is short for any number of places
 _K = 10
 
-_WIDTH, _LENGTH, _BATCH = 256, 50, 256  # sizes for `step`
+_WIDTH, _LENGTH, _BATCH = 256, 50, 256  # of `step`
 _VECTORS, _TAGS, _KINDS = 768, 20, 100_000
-# For each name, a function that yields the results of a trial with a given seed.
+# Makes the results of a trial from its seed.
 Trials = dict[str, Callable[[int], Iterator[dict]]]
 
 
@@ -127,9 +126,7 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    """Runs all trials with one seed, then with the next seed, so that an early end leaves results
-    of each trial.
-    """
+    """One seed of all trials after the other, so that an early end leaves some of each."""
     action, results = arguments.action, []
     trials = {
         name: trial
@@ -145,7 +142,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _fitted(config: Any, train: Any, seed: int, epochs: int | None, features=None):
-    """Trains a model by the recipe; returns it and its training time."""
+    """A model, trained by the recipe, and how long that took."""
     start = time.perf_counter()
     how = sj.training.recipe(config, train, num_epochs=epochs)
     modules = sj.build(config, train, how.rule, item_features=features, seed=seed)
@@ -164,11 +161,10 @@ def _matrix(folder: pathlib.Path, name: str) -> Any:
     file = _FILES[name]
     if file is None:
         return sj.datasets.msweb().train
-    # One file has times as values, which are removed.
-    return sj.read(folder / file).without_values()
+    return sj.read(folder / file).without_values()  # times, in one file
 
 
-# --- defaults ---
+# defaults
 
 
 def _defaults(arguments: argparse.Namespace) -> Trials:
@@ -186,7 +182,7 @@ def _defaults(arguments: argparse.Namespace) -> Trials:
 def _by_default(
     folder: pathlib.Path, name: str, epochs: int | None, hidden: int, seed: int
 ) -> Iterator[dict]:
-    """Trains a model by the defaults; yields the metrics of each form of it."""
+    """The metrics of each form of a model."""
     train = _matrix(folder, name)
     if name == "gowalla":
         test = sj.read(folder / "test.txt.xz", features=train)
@@ -223,11 +219,11 @@ def _by_default(
         yield measured("EASE", sj.baselines.ease(train))
 
 
-# --- settings ---
+# settings
 
 
 def _settings(arguments: argparse.Namespace) -> Trials:
-    """The trials: the defaults with three seeds, then with one setting changed at a time."""
+    """The defaults with three seeds, then one departure from them at a time."""
     departures = [{name: v} for name, values in _VALUES.items() for v in values]
     others = [d for d in departures if not d.items() <= _DEFAULTS.items()]
     return {
@@ -242,7 +238,7 @@ def _settings(arguments: argparse.Namespace) -> Trials:
 def _with_setting(
     folder: pathlib.Path, name: str, departure: dict[str, Any], seed: int
 ) -> Iterator[dict]:
-    """Trains with one changed setting; yields the validation metric after each epoch."""
+    """The curve of the validation metric."""
     if seed >= (1 if departure else 3):
         return
     data = _matrix(folder, name)
@@ -271,7 +267,7 @@ def _with_setting(
 
 
 def _plot(results: list[dict]) -> None:
-    """Draws four panels: one for each setting, and one for the epochs of the defaults."""
+    """Four panels: each setting, and the epochs of the defaults."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -309,7 +305,7 @@ def _plot(results: list[dict]) -> None:
     figure.savefig(_PLOT, metadata={"Date": None})
 
 
-# --- histories ---
+# histories
 
 
 def _history_config(train: Any, name: str, dtype: str | None = None, **more) -> Any:
@@ -343,9 +339,9 @@ def _histories(arguments: argparse.Namespace) -> Trials:
 
 
 def _places(arguments: argparse.Namespace) -> Trials:
-    """Trials of HSTU with several lengths of histories. All other settings are the recipe's."""
+    """HSTU with histories of several lengths; all others is the recipe."""
     text = lzma.decompress((arguments.data / _FILES["ml-20m-1024"]).read_bytes())
-    # In the files, a time follows its item after a comma. Times are too large for float32 values.
+    # A time follows its item after a comma. They are too large for float32 values.
     events = [
         (user, *event.split(","))
         for user, entries in map(str.split, text.decode().splitlines())
@@ -375,7 +371,7 @@ def _places(arguments: argparse.Namespace) -> Trials:
     }
 
 
-# --- content ---
+# content
 
 
 def _content(arguments: argparse.Namespace) -> Trials:
@@ -409,9 +405,7 @@ def _content(arguments: argparse.Namespace) -> Trials:
 
 
 def _by_entries(model: Any, parts: tuple) -> dict[str, float]:
-    """Metrics of the last items, grouped by the items' number of entries; and of all last but one
-    items.
-    """
+    """Figures of the last items by their entries, and of the last but one in all."""
     shown, wanted, known, chosen = parts
     found = sj.evaluate(
         model, shown, wanted, k=_K, exclude=shown, popularity=known, by="entries"
@@ -472,7 +466,7 @@ def _step(kind: str, items: int) -> Iterator[dict]:
 
 
 def _timed(model: Any, optimizer: Any, histories: jax.Array) -> dict:
-    """Times steps, and measures the largest memory that the process has used until then."""
+    """Times of steps, and the most memory that the process has had until then."""
 
     @sj.jit
     def step(model, optimizer, histories):
@@ -497,7 +491,7 @@ def _timed(model: Any, optimizer: Any, histories: jax.Array) -> dict:
     }
 
 
-# The trials of each action, and the keys that distinguish its results.
+# The trials of each action, and the names that set its results apart.
 _ACTIONS: dict[str, tuple] = {
     "defaults": (_defaults, "set", "epochs", "hidden", "form"),
     "settings": (_settings, "data", *_DEFAULTS),

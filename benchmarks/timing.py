@@ -24,7 +24,7 @@ _ROUNDS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """The median call time, and the median and fastest kernel time, in microseconds."""
+    """Medians, and the fastest kernel time, in microseconds."""
 
     kernel: float
     kernel_best: float
@@ -61,7 +61,7 @@ def time_jax(
 def time_kernels(
     call: Callable[[int], object], repeats: int, *, warm: int = 2
 ) -> dict[str, float]:
-    """Microseconds of each kernel in a call. `call(i)` must wait until its kernels have ended."""
+    """Microseconds of each kernel in a call; `call(i)` ends when they have."""
     import jax
 
     for i in range(warm):
@@ -109,13 +109,12 @@ def measure_jax(
     *,
     kernels: bool = False,
 ) -> dict:
-    """Times a function and measures its memory, after `check` has accepted its first results.
+    """Times and memory of a function whose first results `check` accepts.
 
     Args:
-      function: function to compile.
-      inputs: tuples of arguments, of equal shapes.
-      check: function that gets the results for the first arguments. It returns their error, or
-        raises an exception.
+      function: what is compiled.
+      inputs: arguments of equal shapes.
+      check: gets the results of the first arguments. It returns their error, or raises.
       kernels: whether the time of each kernel is reported, too.
     """
     import jax
@@ -137,9 +136,7 @@ def measure_jax(
 def measure_torch(
     function: Callable, inputs: Sequence[tuple], check: Callable, *, kept: int = 0
 ) -> dict:
-    """Does the work of `measure_jax` for torch; `kept` is the bytes of the results, which do not
-    count as temporary.
-    """
+    """The same for torch; `kept` are bytes of the results, which are not temporary."""
     import torch  # pyrefly: ignore[missing-import]
 
     error = check(function(*inputs[0]))
@@ -151,14 +148,14 @@ def measure_torch(
 
 
 def on_host(array) -> np.ndarray:
-    """Copies an array of JAX or torch to the host, as float64."""
+    """An array of either library in float64."""
     if hasattr(array, "detach"):
         array = array.detach().double().cpu().numpy()
     return np.asarray(array, np.float64)
 
 
 def relative_error(found, expected: np.ndarray, limit: float, of: str = "") -> float:
-    """The relative error of an array; raises ValueError if it exceeds a limit."""
+    """The relative error of an array, below a limit."""
     off = np.linalg.norm(on_host(found) - expected)
     error = float(off / np.linalg.norm(expected))
     if not error < limit:
@@ -167,7 +164,7 @@ def relative_error(found, expected: np.ndarray, limit: float, of: str = "") -> f
 
 
 def _kernels_of_trace(folder: str) -> Iterator[tuple[str, float]]:
-    """Yields the name and nanoseconds of each kernel in a trace of `jax.profiler.trace`."""
+    """Name and nanoseconds of each kernel that `jax.profiler.trace` has written down."""
     from jax.profiler import ProfileData
 
     for path in pathlib.Path(folder).rglob("*.xplane.pb"):

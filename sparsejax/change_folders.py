@@ -299,16 +299,16 @@ def chain(folder: str | os.PathLike[str], after: Changes | None = None) -> list[
             f"{folder} has no changes: expected folders such as {_name(0)}, which "
             "export_changes writes"
         )
-    links = _newest(folder, found) if after is None else _behind(folder, found, after)
+    links = _behind(folder, found, after) if after else _newest(folder, found)
     for one, other in itertools.pairwise(links):
         _check_follows(other, one.changes)
     return links
 
 
-def _newest(folder: pathlib.Path, found: Sequence[int]) -> list[Link]:
-    """Reads the manifests from the last base to the newest change."""
+def _newest(folder: pathlib.Path, found: Sequence[int], after: int = -1) -> list[Link]:
+    """Reads the manifests from the last base behind `after` to the newest change."""
     links: list[Link] = []
-    for number in range(found[-1], -1, -1):
+    for number in range(found[-1], after, -1):
         if number not in found:
             raise _missing(folder, number, found)
         links.insert(0, read(folder, number))
@@ -333,13 +333,7 @@ def _behind(folder: pathlib.Path, found: Sequence[int], after: Changes) -> list[
                 f"{here.path} is of another base, or was altered: its checksum is "
                 f"{here.checksum}, expected {after.checksum}, which was taken before"
             )
-    links: list[Link] = []
-    for number in range(found[-1], after.number, -1):
-        if number not in found:
-            raise _missing(folder, number, found)
-        links.insert(0, read(folder, number))
-        if links[0].manifest.base is None:
-            break
+    links = _newest(folder, found, after.number)
     if links and links[0].manifest.number == after.number + 1:
         _check_follows(links[0], after)
     return links

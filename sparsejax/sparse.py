@@ -412,8 +412,7 @@ def host_rows(matrix: CSR, rows: np.ndarray) -> CSR:
     indices = np.asarray(matrix.indices)[at]
     indptr = np.concatenate([[0], ends])
     # The constructor would check every entry again.
-    leaves = (data, indices, indptr, None)
-    return CSR.tree_unflatten(matrix.num_cols, leaves)
+    return CSR.tree_unflatten(matrix.num_cols, (data, indices, indptr, None))
 
 
 def with_room(matrix: CSR, nse: int) -> CSR:
@@ -442,8 +441,7 @@ def segment_ids(indptr: ArrayLike, size: int) -> jax.Array:
     H200, 4 us against 38 for half a million positions in 1,024 segments.
     """
     ends = jnp.asarray(indptr)[1:]
-    passed = jnp.zeros(size, jnp.int32).at[ends].add(1, mode="drop")
-    return sums_so_far(passed)
+    return sums_so_far(jnp.zeros(size, jnp.int32).at[ends].add(1, mode="drop"))
 
 
 @jax.jit

@@ -199,5 +199,4 @@ BASELINES: dict[str, Callable[[Source], _FromItemToItem]] = {
 
 
 def _host(train: Source) -> CSR:
-    matrix = jax.tree.map(np.asarray, NamedCSR.of("train", train).matrix)
-    return matrix
+    return jax.tree.map(np.asarray, NamedCSR.of("train", train).matrix)

@@ -59,8 +59,7 @@ def with_bias(layer: nnx.Linear, x: jax.Array) -> jax.Array:
     """Adds the bias of a layer to `x`, if it has one."""
     if layer.bias is None:
         return x
-    bias = layer.bias[...].astype(x.dtype)
-    return x + jnp.expand_dims(bias, range(x.ndim - 1))
+    return x + jnp.expand_dims(layer.bias[...].astype(x.dtype), range(x.ndim - 1))
 
 
 @jax.custom_vjp

@@ -461,8 +461,7 @@ class Network(nnx.Module):
 @functools.partial(jax.jit, static_argnames=("graphdef", "layer"))
 def _units(graphdef, state, shown: Shown, layer: str):
     with merged(graphdef, state) as network:
-        found = network.values(taken(shown), layer, deterministic=True)
-        return replicated(found)
+        return replicated(network.values(taken(shown), layer, deterministic=True))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))

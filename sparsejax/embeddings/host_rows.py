@@ -760,8 +760,7 @@ def _swap(
             )
             for name, array in arrays.items()
         }
-        of_batch = find(index.slot, columns, len(index.row))
-        return after, index, of_batch, left, before
+        return after, index, find(index.slot, columns, len(index.row)), left, before
 
     lies, mine = _specs(arrays), P("model")
     return on_each(

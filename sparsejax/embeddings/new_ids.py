@@ -94,9 +94,8 @@ def add_ids(
             start = jnp.zeros((stack.num_rows, stack.dim), stack.dtype)
             arrays = [kernels[source.name][...] for source in sources]
             make = _compiled(functools.partial(move, like), spec_of(stack))
-            found[stack.name] = store.new_kernel(
-                collection, stack, make(start, *arrays)
-            )
+            kernel = make(start, *arrays)
+            found[stack.name] = store.new_kernel(collection, stack, kernel)
             # Compiled for arrays with one number per row, as the state of some optimizers has.
             make = _compiled(functools.partial(move, None), spec_of(stack, 1))
             moved[(*path, "kernels", stack.name)] = Moved(paths, make)

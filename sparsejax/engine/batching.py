@@ -172,8 +172,7 @@ class DenseBatches:
     @classmethod
     def of(cls, array: Array, rows: np.ndarray, batch_size: int) -> DenseBatches:
         """Divides these rows into batches, see `Batches.of`."""
-        mesh = current_mesh()
-        return cls(array, _in_batches(rows, batch_size), mesh)
+        return cls(array, _in_batches(rows, batch_size), current_mesh())
 
     def __iter__(self) -> Iterator[DenseBatch]:
         for rows in self.rows:

@@ -308,12 +308,9 @@ class Interactions[
             how = asked.counted()
             if content_of(model) is not None:
                 how["by"] = "entries"
+            how |= {"keep_rows": True, "groups": asked.groups}
             how |= self.by_kinds(heldout, how.get("by"))
-            measured = self.evaluate(
-                Measure(
-                    model, shown, heldout, keep_rows=True, groups=asked.groups, **how
-                )
-            )
+            measured = self.evaluate(Measure(model, shown, heldout, **how))
         return Findings(
             model=model,
             facts=facts,

@@ -13,7 +13,7 @@ from flax import nnx
 from sparsejax.data.files.names import FeatureNames, as_names, check_unique
 from sparsejax.data.reading.histories import EVENTS
 from sparsejax.data.reading.sources import features_of
-from sparsejax.data.sets.event_schema import USERS
+from sparsejax.data.sets.event_schema import USERS, EventSchema
 from sparsejax.data.sets.item_features import ItemFeatures
 from sparsejax.kinds.content import check_same_sizes, content_of, copied, finish_vectors
 from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
@@ -144,7 +144,9 @@ def _stated_content(model: Any, given: ItemFeatures) -> tuple[NewItems, list[Any
     return stated, [kernel for kernel in kernels if kernel is not None]
 
 
-def stated_columns(known: Any) -> tuple[dict[str, Any], dict[str, list[str]]]:
+def stated_columns(
+    known: Any,
+) -> tuple[dict[str, EventSchema], dict[str, list[str]]]:
     """The schemas of columns of events and of users, and the names of their categories."""
     stated, named = {}, {}
     for what, begin in (("events", EVENTS), ("users", USERS)):

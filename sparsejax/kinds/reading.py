@@ -222,8 +222,9 @@ def _read_histories(
     if (rows := _baskets(source)) is not None:
         names = [row["user"] for row in rows]
         if features is not None and not any(source):
-            none = np.zeros(0, np.int32)
-            known = events.taken(none) if isinstance(events, Events) else None
+            known = (
+                events.taken(np.zeros(0, int)) if isinstance(events, Events) else None
+            )
             nothing = no_histories(as_names(item_names(features)), known)
             return nothing.align_rows(names, missing="empty")
         if any(isinstance(e, Mapping) for history in source for e in history):

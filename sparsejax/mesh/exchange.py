@@ -491,8 +491,7 @@ def slots_for_each(ids: int, distinct: int, *, model: int) -> Slots:
 
 
 def _share_of_each(distinct: int, model: int) -> Share:
-    room = 1.0 if model == 1 else _ONE_EACH_ROOM
-    return Share(room, distinct=distinct / model)
+    return Share(1.0 if model == 1 else _ONE_EACH_ROOM, distinct=distinct / model)
 
 
 def one_each(
@@ -598,8 +597,7 @@ def _room_of(parts: CSR, nse: int, share: Share) -> tuple[Slots, int, int]:
     data, model = axis_sizes()
     mean = nse / (data * model)
     slots = slots_for(mean, parts.num_rows, model=model, share=share)
-    width = padded_rows(parts.num_cols) // model
-    return slots, min(parts.nse, slots.ids), width
+    return slots, min(parts.nse, slots.ids), padded_rows(parts.num_cols) // model
 
 
 def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:

@@ -135,8 +135,7 @@ def concatenate_rows(parts: CSR, cut: jax.Array) -> CSR:
         return jnp.append(jnp.asarray(values).reshape(-1), last)[source]
 
     data = None if parts.data is None else entries(parts.data, 0)
-    indices = entries(parts.indices, -1)
-    return CSR(data, indices, joined, num_cols=parts.num_cols)
+    return CSR(data, entries(parts.indices, -1), joined, num_cols=parts.num_cols)
 
 
 def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:

@@ -131,8 +131,7 @@ def ndcg_at_k(
     gain = jnp.sum(is_label(ids, labels)[:, :k] * discount, axis=1)
     # The sum of a perfect ranking is added in the same order, so that its ratio is exactly 1.
     possible = ranks <= jnp.maximum(_num_labels(labels, left_out), 1)[:, None]
-    ideal = jnp.sum(possible * discount, axis=1)
-    return gain / ideal + _nan_where_broken(labels)
+    return gain / jnp.sum(possible * discount, axis=1) + _nan_where_broken(labels)
 
 
 @promoting()

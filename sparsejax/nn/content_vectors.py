@@ -160,8 +160,7 @@ def _of_chunk(how: How, learned: Learned, rows, entries, tags, given) -> jax.Arr
 
 def _operand(dtype, stored) -> jnp.dtype:
     """The dtype of T and V in products, if the rows are stored with the dtype `stored`."""
-    is_half = dtype == jnp.bfloat16
-    return jnp.dtype(jnp.bfloat16) if is_half else accumulator(stored)
+    return jnp.dtype(jnp.bfloat16) if dtype == jnp.bfloat16 else accumulator(stored)
 
 
 def _of_tags(how: How, tags: CSR, slopes: jax.Array, tag_kernel) -> jax.Array:

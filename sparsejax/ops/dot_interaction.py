@@ -182,5 +182,4 @@ def _on_devices(f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     if _parts() == 1:
         return f(*arrays)
     spec = P(("data", "model"))
-    specs = (spec,) * len(arrays)
-    return call_on_each_device(f, (*arrays,), specs, spec)
+    return call_on_each_device(f, (*arrays,), (spec,) * len(arrays), spec)

@@ -214,9 +214,8 @@ def _gather_sum(
 
 def _backward(implementation, dtype, residuals, dy):
     x, w = residuals
-    dw = dense_gradient(x, dy, w.shape[0], implementation=implementation).astype(
-        w.dtype
-    )
+    dw = dense_gradient(x, dy, w.shape[0], implementation=implementation)
+    dw = dw.astype(w.dtype)
     if isinstance(x, DividedRows):
         return _data_gradients(x, w, dy, implementation), dw
     data = None

@@ -358,8 +358,7 @@ def _attend(operands, rule, implementation, precision):
         return vary_over((y[:tokens], norms), varying_axes(operands))
 
     def attend(form, *operands):
-        blocks = _Blocks.of(operands, form)
-        return blocks.attend(rule, precision)
+        return _Blocks.of(operands, form).attend(rule, precision)
 
     return _by_platform(attend, implementation, operands)
 
@@ -383,8 +382,7 @@ def _slopes(operands, y, norms, dy, rule, implementation, precision):
 
     def slopes(form, *arguments):
         *operands, y, norms, dy = arguments
-        blocks = _Blocks.of(operands, form)
-        return blocks.slopes(y, norms, dy, rule, precision)
+        return _Blocks.of(operands, form).slopes(y, norms, dy, rule, precision)
 
     return _by_platform(slopes, implementation, (*operands, y, norms, dy))
 

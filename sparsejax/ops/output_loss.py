@@ -289,8 +289,7 @@ def _weighted_forward(how, h, kernel, bias, scale, weights, labels):
 
 
 def _weighted_backward(how, gradients, cotangent):
-    scaled = jax.tree.map(lambda g: (cotangent * g).astype(g.dtype), gradients)
-    return *scaled, None
+    return *jax.tree.map(lambda g: (cotangent * g).astype(g.dtype), gradients), None
 
 
 _weighted.defvjp(_weighted_forward, _weighted_backward)

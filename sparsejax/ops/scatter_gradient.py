@@ -220,8 +220,7 @@ class Terms(NamedTuple):
                 # ms.
                 room = lax.empty((batch, dy.shape[1]), dy.dtype)
                 dy = lax.dynamic_update_slice(room, dy, (0, 0))
-            by_column = _sized_transposed(terms.by_column, nse, self.num_rows)
-            return by_column, data, dy
+            return _sized_transposed(terms.by_column, nse, self.num_rows), data, dy
 
         by_column, data, dy = lax.cond(
             self.unsent.crowded, lambda: sized(self.gathered()), lambda: sized(self)
@@ -364,9 +363,8 @@ def _own_terms(xs, dys, width: int, *, gather: bool) -> Terms:
 def _sized(values: jax.Array, size: int, padding: Any) -> jax.Array:
     """The first `size` values. If there are fewer, padding follows them."""
     values = values[:size]
-    return jnp.concatenate(
-        [values, jnp.full(size - len(values), padding, values.dtype)]
-    )
+    more = jnp.full(size - len(values), padding, values.dtype)
+    return jnp.concatenate([values, more])
 
 
 def _sized_transposed(x: Transposed, nse: int, num_cols: int) -> Transposed:
@@ -413,8 +411,7 @@ def _reduced_rows(xs, dys, num_rows: int) -> tuple[jax.Array, jax.Array]:
     place = jnp.where(touched, sums_so_far(touched) - 1, num_rows + every)
     ids = jnp.full(num_rows, num_rows, jnp.int32)
     ids = ids.at[place].set(every, mode="drop", unique_indices=True)
-    values = total[:, :-1].at[ids].get(mode="fill", fill_value=0)
-    return ids, values
+    return ids, total[:, :-1].at[ids].get(mode="fill", fill_value=0)
 
 
 def dense_gradient(

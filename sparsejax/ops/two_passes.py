@@ -214,8 +214,7 @@ def _second_pass(
 
         return _fold(step, gradients, layer, min(items, CHUNK_ITEMS))
 
-    zeros = jax.tree.map(jnp.zeros_like, layer)
-    return lax.fori_loop(0, signs, of_sign, zeros)
+    return lax.fori_loop(0, signs, of_sign, jax.tree.map(jnp.zeros_like, layer))
 
 
 def _slopes_of_item(scores, labels, listed, inside, *bias):

@@ -378,8 +378,7 @@ def _row_gradient(xs, dys, kernel: RowParam, current: bool) -> RowGradient:
     elif takes_rows(hidden) and mosaic_is_fastest(
         dys[0], nse, divided=is_divided(kernel)
     ):
-        terms = scatter_gradient.row_terms(xs, dys, num_rows)
-        return RowTerms(terms, current)
+        return RowTerms(scatter_gradient.row_terms(xs, dys, num_rows), current)
     else:
         ids, values = scatter_gradient.row_gradient(xs, dys, num_rows)
     divided = any(

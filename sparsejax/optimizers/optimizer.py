@@ -595,8 +595,7 @@ class Optimizer(nnx.Pytree):
         def chosen(path, new, old):
             if path in kernels or path[:2] == (1, "rows"):
                 return new
-            pick = functools.partial(jax.lax.select, counts)
-            return jax.tree.map(pick, new, old)
+            return jax.tree.map(functools.partial(jax.lax.select, counts), new, old)
 
         pairs = zip(nnx.to_flat_state(after), nnx.to_flat_state(before), strict=True)
         return nnx.from_flat_state(
@@ -997,8 +996,7 @@ def _after(trained: TrainedKernel, flat: Mapping[Path, Any]) -> dict[Path, Any]:
         return jax.tree.map(lambda g: jnp.where(moved, g, 0), whole)
 
     specs = P(), P("model")
-    found = call_on_each_device(part, (whole, trained.w), specs, P())
-    return {**flat, **found}
+    return {**flat, **call_on_each_device(part, (whole, trained.w), specs, P())}
 
 
 def _without(tree: Any, keys: AbstractSet[str]) -> Any:

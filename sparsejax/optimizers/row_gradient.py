@@ -384,8 +384,7 @@ def accumulate[Gradients](stacked: Gradients) -> Gradients:
         if not isinstance(g, RowGradient):
             return jnp.sum(g, axis=0)
         leaves, tree = jax.tree.flatten(g)
-        parts = [tree.unflatten(part) for part in zip(*leaves, strict=True)]
-        return merge(parts)
+        return merge([tree.unflatten(part) for part in zip(*leaves, strict=True)])
 
     return jax.tree.map(total, stacked, is_leaf=_is_rows)
 

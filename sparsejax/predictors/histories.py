@@ -54,6 +54,7 @@ from sparsejax.predictors.signature import (
 from sparsejax.sparse import CSR
 
 BESIDE = EVENTS, USERS  # prefixes of the names of vocabularies of columns
+_Input = int | tuple[int, ...] | jax.ShapeDtypeStruct  # its size, or its shape
 _HOUR = 3600.0  # seconds between the items of an example
 
 
@@ -277,7 +278,7 @@ class Ordered(Items):
             raise ValueError("the predictor reads no times; leave out times")
 
 
-def _shapes_in(features: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes_in(features: Mapping[str, _Input]) -> dict[str, tuple[int, ...]]:
     """For each event column among the inputs, the shape of an event's value."""
     found: dict[str, tuple[int, ...]] = {}
     for name, like in features.items():
@@ -291,7 +292,7 @@ def _shapes_in(features: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def columns_in(
     signature: Signature,
-    features: Mapping[str, Any],
+    features: Mapping[str, _Input],
     vocabularies: Mapping[str, NameTable],
 ) -> dict[str, Events | None]:
     """The columns of events and users that a file has, without rows, as arguments of `Ordered`."""

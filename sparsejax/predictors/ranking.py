@@ -199,9 +199,8 @@ class Items:
         shown = _on_host(self._inputs(inputs))
         x = shown.rows
         if isinstance(x, NamedCSR) and self.num_items == self.num_features:
-            check_same_features(
-                x, NamedCSR("the predictor", x.matrix, None, self.items)
-            )
+            own = NamedCSR("the predictor", x.matrix, None, self.items)
+            check_same_features(x, own)
         check_inputs(shown, self.num_features)
         if exclude is None:
             return self._recommend(shown, k, None, None, denied)

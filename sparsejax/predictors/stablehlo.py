@@ -195,13 +195,11 @@ def _decomposed(combine: Callable[..., jax.Array], identity: Callable[[Any], Any
 
 
 def _least(dtype) -> Any:
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    return -np.inf if floating else jnp.iinfo(dtype).min
+    return -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
 def _largest(dtype) -> Any:
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    return np.inf if floating else jnp.iinfo(dtype).max
+    return np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
 
 
 def _threefry(k0, k1, x0, x1):

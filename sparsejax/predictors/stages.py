@@ -171,8 +171,7 @@ def padded(
     if isinstance(ids, WideIds) or ids.dtype.itemsize == 8:
         wide = ids if isinstance(ids, WideIds) else WideIds.of(ids)
         return np.stack([wide.low, wide.high], axis=1).view(np.int32)
-    more = ((0, 0), (0, length - 1))
-    return np.pad(ids[:, None], more, constant_values=-1)
+    return np.pad(ids[:, None], ((0, 0), (0, length - 1)), constant_values=-1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -198,21 +197,21 @@ class Staged(Items):
         if signature.stages is None or ITEMS not in rest:
             raise ValueError(f"{LABEL} is not that of two stages with names of items")
         made: Any = super().of(dataclasses.replace(signature, stages=None), rest)
+        found = [x for x in signature.inputs if (x.name or "").startswith(SECOND)]
+        first = features_of(signature.inputs[: -1 - len(found)])
+        if not isinstance(first, Mapping):
+            raise ValueError(f"{LABEL} has other inputs of the first stage")
         requests = Requests(
             feature_names=rest[ITEMS].names,
             stages=signature.stages,
             schema=signature.schema,
             vocabularies={n.removeprefix(COLUMN): t.names for n, t in own.items()},
-            **_columns_of_first(signature, beside),
+            **columns_in(signature, first, beside),
         )
         wanted = [Array.of(like, name) for name, like in requests.inputs.items()]
-        found = [
-            each for each in signature.inputs if (each.name or "").startswith(SECOND)
-        ]
         if found != wanted or [*signature.inputs[-1 - len(wanted) : -1]] != wanted:
             raise ValueError(f"{LABEL} has other inputs than its schema")
-        first = features_of(signature.inputs[: -1 - len(wanted)])
-        if not isinstance(first, Mapping) or not (
+        if not (
             {n for n in first if not n.startswith((*BESIDE, CONTEXT))}
             <= {HISTORIES, TIMES}
             if reads_histories(first)
@@ -301,29 +300,18 @@ class Staged(Items):
 
     def example(self) -> list[Rows]:
         *given, exclude = self.first.example()
-        arrays = [
-            np.zeros((1, *like.shape), like.dtype)
-            for like in self.requests.inputs.values()
-        ]
+        wanted = self.requests.inputs.values()
+        arrays = [np.zeros((1, *like.shape), like.dtype) for like in wanted]
         return [*given, *arrays, exclude]
 
 
-def _columns_of_first(
-    signature: Signature, vocabularies: Mapping[str, NameTable]
-) -> dict[str, Events | None]:
-    """The event and user columns that the first stage reads, without rows."""
-    features = {
-        each.name or "": each.like for each in signature.inputs if not each.sparse
-    }
-    first = {n: like for n, like in features.items() if not n.startswith(SECOND)}
-    return columns_in(signature, first, vocabularies)
-
-
-def _of_events(name: str, cells: Sequence[Any], lists: Sequence[Any]) -> list[Any]:
+def _of_events[T](
+    name: str, cells: Sequence[Sequence[T] | None], lists: Sequence[Sequence[str]]
+) -> list[T]:
     """Concatenates the cells of all rows' events, given as a list for each row."""
-    cells = [cell or [] for cell in cells]
-    if [*map(len, cells)] != [*map(len, lists)]:
+    found = [cell or [] for cell in cells]
+    if [*map(len, found)] != [*map(len, lists)]:
         raise ValueError(
             f"{name!r} must be lists with a value for each of a row's items"
         )
-    return [*itertools.chain(*cells)]
+    return [*itertools.chain(*found)]

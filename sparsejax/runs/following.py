@@ -119,9 +119,8 @@ def run(
 
     changes = None
     if training.changes is not None:
-        changes = _Changes(
-            model, optimizer, pathlib.Path(training.changes), training.say
-        )
+        changed = pathlib.Path(training.changes)
+        changes = _Changes(model, optimizer, changed, training.say)
     every = training.export_seconds
     seconds = _LOOK_SECONDS_OF_STORE if is_address(folder) else _LOOK_SECONDS
     with contextlib.ExitStack() as stack:

@@ -130,8 +130,7 @@ class Run:
         """
         folder = _Kept.of(pathlib.Path(asked.directory))
         asked.check_kind(folder.settings.kind.name)
-        reading = _with_table(asked.as_type(Reading), folder.known)
-        return cls(folder, reading)
+        return cls(folder, _with_table(asked.as_type(Reading), folder.known))
 
     def save(self, directory: _Path) -> None:
         """Copies the run to a folder, which is renamed into place when complete.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -197,8 +198,7 @@ class TwoStage:
             "batch_size": self._rows_at_once,
             "context": None,  # already part of the data
         }
-        found = recommend(model, **options)
-        return found.named(data.row_names, self._names)
+        return recommend(model, **options).named(data.row_names, self._names)
 
     @takes(ExportJoined)
     def export(self, asked: ExportJoined) -> None:
@@ -310,11 +310,8 @@ class TwoStage:
         Args:
           first: model of the first stage, as a ranker of rows.
         """
-        of_requests = [
-            n for n in self._schema.dense if self._places[n] not in _OF_ITEMS
-        ]
-        of_items = [n for n in self._schema.dense if n not in of_requests]
-        order = [*of_requests, *of_items]
+        # Columns of requests come before those of items; sorting keeps the order of each.
+        order = sorted(self._schema.dense, key=lambda n: self._places[n] in _OF_ITEMS)
         return Stages(
             first,
             self._second.model(),
@@ -420,7 +417,7 @@ def _check_types(asked: Join) -> None:
             raise TypeError(f"{name} is {text}, got {getattr(asked, name)!r:.80}")
 
 
-def _holds(given: Any, kind: Any, least: float = -math.inf) -> bool:
+def _holds(given: Any, kind: types.UnionType, least: float = -math.inf) -> bool:
     """Whether `given` is a mapping to values of type `kind`, each at least `least`."""
     return isinstance(given, Mapping) and all(
         isinstance(each, kind) and not each < least for each in given.values()

@@ -123,8 +123,7 @@ class RankBy(NamedTuple):
         best = jnp.max(items, axis=1, keepdims=True)
         # For a row without items, all scores are -inf.
         p = jnp.exp(items - jnp.where(best == -jnp.inf, 0, best))
-        found = p * self.values(scores)
-        return jnp.where(items == -jnp.inf, -jnp.inf, found)
+        return jnp.where(items == -jnp.inf, -jnp.inf, p * self.values(scores))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -414,9 +414,8 @@ class SequenceModel(nnx.Module):
             )
             for each in model.next_event.labels
         }
-        return loss + model._loss_of_next(
-            h, model._vectors_of(targets), targets, labels
-        )
+        wanted = model._vectors_of(targets)
+        return loss + model._loss_of_next(h, wanted, targets, labels)
 
     def _loss_of_next(self, h, of_targets, targets, labels, total=None):
         """The mean loss of the event labels; with `total`, the sum of the losses divided by
@@ -791,8 +790,7 @@ class TokenModel(SequenceModel):
             # A time earlier than a previous time of its row is replaced by that time.
             times = lax.cummax(times, axis=1)
         h = last(state, vectors, rest, histories, times, events)
-        broken = jnp.any(self._broken(items), axis=1)
-        return jnp.where(broken[:, None], jnp.nan, h)
+        return jnp.where(jnp.any(self._broken(items), axis=1)[:, None], jnp.nan, h)
 
     def loss(
         self,

@@ -155,9 +155,7 @@ class Engine:
             self._programs, least = programs, self.shapes[0].rows
             # The widest shape is kept, so that a request that fits any other shape is accepted.
             widest = max(self.shapes, key=lambda each: (each.entries, -each.rows))
-            kept = (
-                each for each in self.shapes if each.rows == least or each == widest
-            )
+            kept = [x for x in self.shapes if x.rows == least or x == widest]
             self.shapes = tuple(kept)
         check_shapes(self.shapes, self._programs.by_rows)
         # A GPU's compiler takes seconds for each program, and runs without Python's lock.

@@ -446,8 +446,7 @@ class Lists(_Ranked):
             names += [*had, *own]
             ends.append(len(names))
             numbers.append(np.concatenate([before, now]))
-        joined = NameLists(names, np.array(ends))
-        return joined, numbers if numbered else None
+        return NameLists(names, np.array(ends)), numbers if numbered else None
 
 
 class Similar(_Ranked):

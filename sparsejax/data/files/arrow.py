@@ -39,9 +39,8 @@ def from_numbers(values: np.ndarray) -> pa.Array:
     """Converts `[n]` integers, floats or times to an Arrow array."""
     values = np.ascontiguousarray(values)
     buffers = [None, pa.py_buffer(values.view(np.uint8))]
-    return pa.Array.from_buffers(
-        pa.from_numpy_dtype(values.dtype), len(values), buffers
-    )
+    type_ = pa.from_numpy_dtype(values.dtype)
+    return pa.Array.from_buffers(type_, len(values), buffers)
 
 
 def one(column: pa.ChunkedArray) -> pa.Array:

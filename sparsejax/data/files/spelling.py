@@ -75,8 +75,7 @@ def as_integers_or_text(names: pa.Array) -> tuple[pa.Array, np.ndarray, str]:
     type_ = names.type
     right = np.zeros(len(names), bool)
     if isinstance(type_, pa.OpaqueType):
-        signed = _HUGE[type_.type_name]
-        return _huge(names.storage, signed), right, ""
+        return _huge(names.storage, _HUGE[type_.type_name]), right, ""
     if isinstance(type_, pa.BaseExtensionType):
         return as_integers_or_text(names.storage)
     if pt.is_dictionary(type_) and not is_text(type_.value_type):
@@ -105,8 +104,7 @@ def are_missing(names: pa.Array) -> np.ndarray:
         empty = are_missing(names.dictionary)
         if not empty.any():
             return missing
-        at = arrow.filled(names.indices, 0)
-        return missing | empty[arrow.numbers(at)]
+        return missing | empty[arrow.numbers(arrow.filled(names.indices, 0))]
     if not is_text(names.type):
         return missing
     lengths = pc.call_function("binary_length", [without_views(names)])

@@ -224,8 +224,7 @@ def id_lists(flat: np.ndarray, indptr: np.ndarray, size: int) -> CSR:
       size: number of different ids.
     """
     # The constructor is not called, because it requires that a row's columns ascend.
-    leaves = (None, flat, as_int32("indptr", indptr), None)
-    return CSR.tree_unflatten(size, leaves)
+    return CSR.tree_unflatten(size, (None, flat, as_int32("indptr", indptr), None))
 
 
 def write_rows(path: Path, form: Form, rows: StoredRows) -> None:

@@ -425,9 +425,8 @@ class _Preparation:
 
     def _entries(self, pairs: str, before: Any) -> Iterator[Leaves]:
         """Yields the entries in batches, sorted by user and column."""
-        return map(
-            leaves_of, self._stream(queries.entries(pairs, **self._which(before)))
-        )
+        query = queries.entries(pairs, **self._which(before))
+        return map(leaves_of, self._stream(query))
 
     def _parts(
         self, entries: Entries, users: pa.Array, keys: np.ndarray | None, before: Any

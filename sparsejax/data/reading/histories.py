@@ -106,8 +106,7 @@ def _with_room(column: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         # A missing list is an empty list, also in data that has no lists.
         column = np.where(column == MISSING, -1, column)[:, None]
     column = column[:, :most]
-    more = (0, most - column.shape[1])
-    return np.pad(column, ((0, 0), more), constant_values=-1)
+    return np.pad(column, ((0, 0), (0, most - column.shape[1])), constant_values=-1)
 
 
 def inputs_of(

@@ -560,8 +560,7 @@ def _with_folders(piece: Piece, table: pa.Table) -> pa.Table:
 def _json_lines(path: Path) -> pa.Table:
     schema = json_lines.first_rows(path).schema
     cells = json_lines.json_cells(path, schema, {name: name for name in schema.names})
-    batches = [pa.table(block.columns) for block in cells]
-    return pa.concat_tables(batches)
+    return pa.concat_tables([pa.table(block.columns) for block in cells])
 
 
 def _json(path: Path) -> pa.Table:

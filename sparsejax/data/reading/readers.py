@@ -118,9 +118,8 @@ def read(
 
 def _read(source: Any, asked: Asked, features: Features) -> SparseDataset:
     found = open_source(source, asked)
-    return assemble(
-        found.blocks(), found.path, features=features, columns=found.columns
-    )
+    blocks = found.blocks()
+    return assemble(blocks, found.path, features=features, columns=found.columns)
 
 
 def read_text(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from sparsejax.data.scan import Group
 from sparsejax.data.scans import scan_tables
 from sparsejax.data.scans.scan_entries import SavedFiles, ScannedEntries
 from sparsejax.data.sets.event_schema import EventSchema
-from sparsejax.data.sets.events import Events, named, schema_of
+from sparsejax.data.sets.events import Events, Targets, Weights, named, schema_of
 from sparsejax.data.sets.sequences import Histories, SequenceDataset, no_histories
 from sparsejax.sparse import as_int32
 
@@ -61,7 +61,7 @@ class ScannedSequences(ScannedEntries[Histories]):
     layout: TableLayout | None = None
     chunk_rows: int | None = None
     events: Events | None = None
-    weights: tuple[Any, Any] | None = None
+    weights: tuple[Targets, Weights] | None = None
 
     @property
     def _events(self) -> Events | None:

@@ -323,9 +323,8 @@ def find_vocabulary(
             ):
                 if take is not None and block.beside is not None:
                     take(block.beside)
-                names = tables.plain_names(
-                    pa.chunked_array([block.features]), file.path
-                )
+                features = pa.chunked_array([block.features])
+                names = tables.plain_names(features, file.path)
                 if names.type != (type_ := type_ or names.type):
                     raise DataError.at(
                         file.path, "has items of another type than the first file"

@@ -101,9 +101,8 @@ def assemble(
     if columns is not None:
         if times is None:
             columns = columns.without_empty_times()
-        dataset = dataclasses.replace(
-            dataset, columns=columns.accounted(dataset.matrix)
-        )
+        read = columns.accounted(dataset.matrix)
+        dataset = dataclasses.replace(dataset, columns=read)
     return dataset
 
 

@@ -46,6 +46,10 @@ _MOST_CATEGORIES = 64
 _PADDING = -1  # fills lists after the last category
 _LABEL = "columns of events"
 
+# The arguments of `SequenceDataset.with_targets`.
+Targets = str | Sequence[str] | None
+Weights = Mapping[str, float] | str | None
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Events:
@@ -176,11 +180,7 @@ class Events:
         found = np.isin(column, wanted)
         return found if column.ndim == 1 else found.any(axis=1)
 
-    def weights_of(
-        self,
-        targets: str | Sequence[str] | None,
-        weights: Mapping[str, float] | str | None,
-    ) -> np.ndarray:
+    def weights_of(self, targets: Targets, weights: Weights) -> np.ndarray:
         """`[entries]` float32: the weight of each event as a target; see
         `SequenceDataset.with_targets`.
         """

@@ -78,8 +78,7 @@ def apart(
         return (data, columns, indptr, after), guests
 
     def none():
-        zeros = jax.tree.map(jnp.zeros_like, (keys, x.indices, weight))
-        return entries, zeros
+        return entries, jax.tree.map(jnp.zeros_like, (keys, x.indices, weight))
 
     count = jnp.sum(without, dtype=jnp.int32)
     # Usually all ids have rows. Then nothing is moved.
@@ -221,8 +220,7 @@ def _with_some(
         begins = jnp.concatenate([jnp.ones(1, bool), bag[1:] != bag[:-1]])
 
         def join(a, b):
-            again = b[0][:, None]
-            return a[0] | b[0], jnp.where(again, b[1], a[1] + b[1])
+            return a[0] | b[0], jnp.where(b[0][:, None], b[1], a[1] + b[1])
 
         _, sums = lax.associative_scan(join, (begins, vectors))
         ends = jnp.concatenate([begins[1:], jnp.ones(1, bool)]) & (bag < bags)

@@ -203,8 +203,9 @@ class DynamicStore(Store):
         return states.rows_of(self.stack, table, self.known, ids)
 
     def ids_in(
-        self, pieces: tuple[StackedTable, ...], mask: np.ndarray, keys: Any
+        self, pieces: tuple[StackedTable, ...], mask: np.ndarray, keys: jax.Array | None
     ) -> tuple[np.ndarray, list[np.ndarray]]:
+        assert keys is not None
         number = self.stack.tables.index(pieces[0])
         rows = index_edits.rows_in(states.layout_of(self.stack), number, mask)
         ids = files.keys_at(keys, rows)

@@ -60,7 +60,7 @@ class StaticStore(Store):
         return self.stack.row_of(ids.astype(np.int64), table.place)
 
     def ids_in(
-        self, pieces: Pieces, mask: np.ndarray, keys: Any
+        self, pieces: Pieces, mask: np.ndarray, keys: jax.Array | None
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         del keys
         found = [np.zeros(0, np.uint64)]
@@ -106,9 +106,8 @@ class StaticStore(Store):
         return table_files.table_rows(self.stack, pieces, self.kernel[...])
 
     def set_table(self, pieces: Pieces, array: Any) -> None:
-        write = jit_sharded(
-            _with_table, spec_of(self.stack), static=(0, 1), donate=(2,)
-        )
+        spec = spec_of(self.stack)
+        write = jit_sharded(_with_table, spec, static=(0, 1), donate=(2,))
         inplace.overwrite(
             [self.kernel],
             lambda: ([write(self.stack, pieces, self.kernel[...], array)], None),

@@ -246,7 +246,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def ids_in(
-        self, pieces: tuple[StackedTable, ...], mask: np.ndarray, keys: Any
+        self, pieces: tuple[StackedTable, ...], mask: np.ndarray, keys: jax.Array | None
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """The ids of a table in some rows, ascending, and their rows in each piece.
 

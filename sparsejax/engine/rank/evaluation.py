@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import numpy as np
@@ -146,7 +145,7 @@ def prepared_evaluation(
             'by="kinds" measures held-out events of histories by their kinds, and '
             "these have none; read them with events=EventSchema(kind=COLUMN)"
         )
-    wanted: list[tuple[str, Any, CSR]] = [
+    wanted: list[tuple[str, np.ndarray | None, CSR]] = [
         (name, None, each.matrix) for name, each in setup.kinds.items()
     ]
     if setup.by == "entries":
@@ -381,9 +380,8 @@ class Evaluation:
                 continue
             values = np.concatenate([np.asarray(p) for p in own], axis=1)
             values = values[:, : self.rows.size][:, group.entries > 0]
-            means = dict(
-                zip(names, values.astype(np.float64).mean(axis=1), strict=True)
-            )
+            mean = values.astype(np.float64).mean(axis=1)
+            means = dict(zip(names, mean, strict=True))
             for k, given in zip(self.ks, counts, strict=True):
                 for name in ("recall", "ndcg"):
                     found[f"{name}@{k}[{group.name}]"] = float(means[f"{name}@{k}"])

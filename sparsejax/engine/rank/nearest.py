@@ -82,9 +82,8 @@ def nearest(
     if not len(ours):
         return Recommendations(np.empty((0, k), np.int32), np.empty((0, k), np.float32))
     missing = padded_rows(len(theirs)) - len(theirs)
-    kernel = jax.device_put(
-        np.pad(theirs, ((0, missing), (0, 0))), sharding_of(BY_ROWS)
-    )
+    padded = np.pad(theirs, ((0, missing), (0, 0)))
+    kernel = jax.device_put(padded, sharding_of(BY_ROWS))
     spec = BY_ROWS if mesh_is_set() else None
     size = rows_in_a_batch(batch_size, len(ours))
     whole = np.pad(ours, ((0, -len(ours) % size), (0, 0)))

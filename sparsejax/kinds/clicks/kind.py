@@ -183,8 +183,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
     ) -> tuple[Mapping[str, Any], Mapping[str, str]]:
         from sparsejax.kinds.clicks.shell import data_to_plan, tables_of
 
-        make = self.maker(config, data_to_plan(schema, examples))
-        return tables_of(make, rule)
+        return tables_of(self.maker(config, data_to_plan(schema, examples)), rule)
 
     def metric(self, k: int, data: Any) -> str:
         return names_of_metrics(data.schema.several)[0]

@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from sparsejax.data.files.names import RowNames, find_names
 from sparsejax.data.reading.histories import unordered
@@ -51,10 +52,8 @@ def prepared_sequences(asked: Measure) -> Evaluation:
     it.
     """
     model, inputs = asked.model, cast(SequenceDataset, asked.inputs)
-    heldout, candidates = (
-        cast(Source | SequenceDataset, asked.heldout),
-        asked.candidates,
-    )
+    heldout = cast(Source | SequenceDataset, asked.heldout)
+    candidates = asked.candidates
     if candidates is not None and not hasattr(model, "item_scores"):
         raise TypeError(
             "candidates need a model with the method item_scores(histories, ids), but "
@@ -182,7 +181,7 @@ def parts_of(
 
 
 def _by_users(
-    inputs: SequenceDataset, heldout: Any, column: Any
+    inputs: SequenceDataset, heldout: Any, column: str | ArrayLike
 ) -> dict[str, np.ndarray]:
     """`[entries]` masks by "COLUMN=CATEGORY": held-out entries of users who have this category."""
     users, known = None, []

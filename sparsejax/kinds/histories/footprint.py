@@ -203,8 +203,7 @@ class HistoryWorkload(Workload):
         [entries] = self.entries_of(data, model)
         ends = shape((self.rows + 1,), jnp.int32, P())
         leaves = None, shape((entries,), jnp.int32, P()), ends, None
-        places = CSR.tree_unflatten(self._places, leaves)
-        return *windows, places
+        return *windows, CSR.tree_unflatten(self._places, leaves)
 
     def _dtype(self, name: str) -> Any:
         """The dtype of an event column."""

@@ -180,7 +180,8 @@ def with_targets(
     data = dataclasses.replace(data, weights=weights)
     if kinds is None:
         return data
-    of_kinds = cast(Any, data.with_targets(kinds)).weights
+    of_kinds = data.with_targets(kinds).weights
+    assert data.weights is not None and of_kinds is not None
     return dataclasses.replace(data, weights=data.weights * of_kinds)
 
 
@@ -218,7 +219,7 @@ def sequence_examples(
     return Examples(task, tuple(matrices), None)
 
 
-def _check(model: Any, data: Any) -> None:
+def _check(model: Any, data: SequenceDataset | ScannedSequences) -> None:
     check_history_model(model)
     check_columns("inputs", data.num_features, model.num_items, "items")
     check_events(model, data)

@@ -324,7 +324,9 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             )
         return data
 
-    def with_targets(self, data: Any, recorded: Repeated) -> Any:
+    def with_targets(
+        self, data: SequenceDataset, recorded: Repeated
+    ) -> SequenceDataset:
         if recorded.targets is None and recorded.weights is None:
             return data
         return data.with_targets(recorded.targets, weights=recorded.weights)
@@ -339,9 +341,9 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             found.append(f"columns of users: {', '.join(data.users.schema.used)}")
         return found
 
-    def known_of(self, data: Any) -> Any:
+    def known_of(self, data: SequenceDataset | ScannedSequences) -> Any:
         if EventSizes.of_data(data) is None:
-            return super().known_of(data)
+            return data.feature_names
         return data.without_rows()
 
     def load_known(self, path: pathlib.Path) -> Any:
@@ -386,7 +388,9 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             events=stated_schema(training, EventSchema),
             chunk_rows=rows,
         )
-        histories = self.with_targets(histories, training)
+        targets, weights = training.targets, training.weights
+        if targets is not None or weights is not None:
+            histories = histories.with_targets(targets, weights=weights)
         return histories, np.diff([0, *chunk_ends(histories.groups, rows)]).tolist()
 
     def matrix(self, data: SequenceDataset) -> SparseDataset:

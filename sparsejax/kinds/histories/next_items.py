@@ -317,5 +317,4 @@ def shown_of(model: Any, sequences: SequenceDataset) -> Inputs:
             "the model reads what is known of the event to come: "
             f"{[*model.events.sizes.context]}; give context=..., or data.with_context(...)"
         )
-    length = model.config.max_length
-    return inputs_of(sequences, length, times=times, events=events)
+    return inputs_of(sequences, model.config.max_length, times=times, events=events)

@@ -119,8 +119,7 @@ class NetworkWorkload(Workload):
             return ShardedCSR(block, num_cols=columns) if is_mesh else block
 
         columns = [columns for _, columns in self.sizes()]
-        held = self.entries_of(data, model)
-        return tuple(map(matrix, held, columns))
+        return tuple(map(matrix, self.entries_of(data, model), columns))
 
     def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
         batch, rows = self.batch // data, self.rows_of(data, model)

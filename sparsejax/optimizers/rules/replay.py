@@ -73,8 +73,7 @@ class Replay:
         """
         if self.b1 == 0:
             return 0
-        ratio = self.b1 / math.sqrt(self.b2)
-        return math.ceil(math.log(2**-24) / math.log(ratio))
+        return math.ceil(math.log(2**-24) / math.log(self.b1 / math.sqrt(self.b2)))
 
     @property
     def lags(self) -> int:
@@ -215,8 +214,7 @@ class Replay:
 
     def _rest(self, base: float, number: jax.Array, dtype: DTypeLike) -> jax.Array:
         """`1 - base^(number + ahead)`, computed without cancellation if base is nearly 1."""
-        steps = (number + self.ahead).astype(dtype)
-        return -jnp.expm1(steps * _log(base))
+        return -jnp.expm1((number + self.ahead).astype(dtype) * _log(base))
 
     def _shrinking_sums(self, terms: Float[Array, "lags n"]) -> jax.Array:
         """`sum over i < l of b1^(l - i) terms[i]` for l from 1.
