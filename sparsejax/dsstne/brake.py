@@ -30,7 +30,7 @@ class Brake(nnx.Module):
         self.left = BrakeState(jnp.zeros((), jnp.int32))
 
     def __call__(self, error: Float[Array, ""]) -> Float[Array, ""]:
-        """The factor of the gradient in this step; `error` is the sum of the batch's losses."""
+        """The factor of the gradient in this step. `error` is the sum of the batch's losses."""
         step = self.count[...] % self.steps
         mean = 0.9 * jnp.where(step == 0, 0, self.mean[...]) + 0.1 * error
         left = jnp.where(step == 0, 0, self.left[...])

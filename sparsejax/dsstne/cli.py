@@ -16,7 +16,7 @@ from sparsejax.dsstne import encoder, generate, neighbours, predict, train
 from sparsejax.mesh import processes
 from sparsejax.whole_files import check_writable, whole_text_file
 
-# A format of printf that begins with a minus, and a number with C's suffix of its type.
+# Patterns: a format of printf that begins with a minus; a number with a suffix of C for its type.
 _LEFT_FORMAT = re.compile(r"-[-+ #0]*\d*(\.\d*)?[lL]?[efgEFG]")
 _OF_C = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?[fFlL]")
 LAUNCHED = ("generateNetCDF", "train", "predict", "encoder", "knn-search")
@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """Joins a format such as `-8.3f` to its flag `-p`; otherwise argparse takes it for a flag."""
+    """Joins a format such as `-8.3f` to its flag `-p`; argparse would take it for a flag."""
     found: list[str] = []
     for text in argv:
         if found and found[-1] == "-p" and _LEFT_FORMAT.fullmatch(text):
@@ -61,7 +61,7 @@ def _joined(argv: Sequence[str]) -> list[str]:
     return found
 
 
-# A function that runs a command, given the values of its flags by name.
+# A function that runs a command. Its argument has the values of the flags, by name.
 _CarryOut = Callable[[dict], None]
 
 
@@ -244,7 +244,7 @@ def _search(parser: argparse.ArgumentParser) -> _CarryOut:
 
 
 def _files(texts: Sequence[str]) -> tuple[str, ...]:
-    """File names from texts; the names in one text are separated by commas."""
+    """Splits texts into file names; in a text, names are separated by commas."""
     names = [[text] if os.path.exists(text) else text.split(",") for text in texts]
     return tuple(itertools.chain.from_iterable(names))
 
@@ -268,7 +268,7 @@ def _install(parser: argparse.ArgumentParser) -> _CarryOut:
 
 
 def _in_first(does: Callable[[], None]) -> None:
-    """Calls a function in the first process, without using JAX's devices if it is the only one."""
+    """Calls a function in the first process only. A single process does not start JAX for it."""
     if processes.is_joined():
         processes.in_first(does)
     else:
@@ -293,7 +293,7 @@ def _number(
     kind = type(default)
 
     def number(text: str) -> float:
-        # Accepts C's suffix, as in 0.025f.
+        # C's suffix for a type is accepted, as in 0.025f.
         value = kind(text[:-1] if _OF_C.fullmatch(text) else text)
         if not least <= value < math.inf:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")

@@ -62,7 +62,7 @@ class Dense(nnx.Module):
 
 
 class _Bias(nnx.Module):
-    """The bias of a connection that uses the weights of another connection."""
+    """The bias of a connection whose weights belong to another connection."""
 
     def __init__(self, layer: LayerDefinition):
         self.bias = nnx.Param(_bias(layer))
@@ -165,9 +165,10 @@ def is_whole(definition: Definition, layer: LayerDefinition) -> bool:
 def _rows_are(
     definition: Definition, layer: LayerDefinition, source: Connection
 ) -> Literal["features", "items"] | None:
-    """The kind of units that have a row each in the kernel of a `SparseLinear` or `SparseOutput`.
+    """The kind of units for which a connection's kernel has a row each.
 
-    None if the connection is neither of these layers.
+    These are the features in a `SparseLinear`, and the items in a `SparseOutput`; None if the
+    connection is neither.
     """
     if layer.type != "FullyConnected":
         return None
@@ -183,7 +184,7 @@ def _rows_are(
 def _shares_rows(
     definition: Definition, pair: Pair, group: list[tuple[LayerDefinition, Connection]]
 ) -> bool:
-    """Whether all connections that share the weights of a pair can use one kernel by rows."""
+    """Whether all connections that share a pair's weights can use one kernel by rows."""
     kinds = {
         (source.layer, layer.name): _rows_are(definition, layer, source)
         for layer, source in group
@@ -225,7 +226,7 @@ def _shared_kernel(
 
 
 def _whole(kernel: nnx.Param) -> nnx.Param:
-    """Makes a kernel of which each step writes all rows."""
+    """Makes a kernel whose rows are all updated in each step."""
     return nnx.Param(kernel[...], **_placed(kernel))
 
 
@@ -239,12 +240,12 @@ def _placed(variable: nnx.Variable) -> dict[str, Any]:
 
 
 def _initializer(layer: LayerDefinition, inputs: int) -> Callable[..., jax.Array]:
-    """The initializer of the weights. `inputs` is the number of units of the source."""
+    """The initializer of a connection's weights. `inputs` is the number of its source's units."""
     start = layer.weight_init
     return _drawing(start.scheme, start.scale, inputs, layer.units)
 
 
-# Cached: JAX reuses a compiled program only for the identical function.
+# The cache returns the identical function for an equal value, so JAX reuses compiled programs.
 _constant = functools.lru_cache(maxsize=256)(nnx.initializers.constant)
 
 
@@ -253,7 +254,7 @@ def _drawing(
     scheme: str, scale: float, inputs: int, outputs: int
 ) -> Callable[..., jax.Array]:
     widths = {
-        # Half of the bound that Glorot and Bengio use.
+        # This is half of the bound by Glorot and Bengio.
         "Xavier": scale / 2 * math.sqrt(6 / (inputs + outputs)),
         "CaffeXavier": scale * math.sqrt(3 / outputs),
         "Uniform": scale,

@@ -15,12 +15,12 @@ from sparsejax.dsstne.index_files import column_names, without_padding
 from sparsejax.mesh.layout import available_memory
 from sparsejax.sparse import CSR, MAX_ENTRIES
 
-# An array may be this many times larger than its bytes in the file. Deflate, which
-# NetCDF uses, reaches a ratio of 1,032 only for equal bytes.
+# Largest ratio of an array's bytes to its compressed bytes in the file. Deflate, which NetCDF
+# uses, exceeds it only for equal bytes: its highest ratio is 1,032.
 _MAX_RATIO = 1000
-# Bytes of memory for each name of a column, and for each entry that is sorted in its row.
+# Bytes of memory per name of a column, and per entry when the entries of rows are sorted.
 _NAME, _SORTING = 128, 48
-# The limit for columns without names is computed as if the file had at least this many bytes.
+# Even for smaller files, the limit on columns without names is that of a file with so many bytes.
 _FREE_STORED = 2**20
 
 
@@ -242,7 +242,7 @@ class FileDataset:
         if self.index is not None:
             starts, lengths = starts[self.index], lengths[self.index]
             stored += self.index.nbytes
-        # In floating point: the sum of overlapping rows may be arbitrarily large.
+        # The sum is in float64: rows may overlap, so int64 could overflow.
         total = lengths.sum(dtype=np.float64)
         if total > MAX_ENTRIES:
             raise ValueError(
@@ -263,7 +263,7 @@ class FileDataset:
         else:
             data = values[: int(total)].astype(np.float64) * _scale(values.dtype)
         shape = (self.num_examples, self.columns)
-        # `from_scipy` sorts the entries of a row, and adds entries of equal columns.
+        # `from_scipy` sorts the entries of a row, and adds up entries in the same column.
         matrix = CSR.from_scipy(
             scipy.sparse.csr_array((data, indices, indptr), shape=shape)
         )
@@ -273,7 +273,7 @@ class FileDataset:
 
 
 def _scale(dtype: np.dtype) -> np.float32:
-    """The factor by which DSSTNE multiplies values of this dtype."""
+    """The factor by which DSSTNE multiplies values with this dtype."""
     return np.float32({"u1": 1 / 256, "i1": 1 / 128}.get(dtype.str[1:], 1))
 
 

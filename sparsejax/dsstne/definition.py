@@ -46,7 +46,7 @@ ERROR_FUNCTIONS = (
     "DataScaledMarginalCrossEntropy",
 )
 
-# The names of the layers before and after a matrix of weights.
+# The names of the two layers that a matrix of weights connects: source, then layer.
 Pair = tuple[str, str]
 
 _NETWORK_KEYS = {
@@ -364,7 +364,7 @@ def _check_version(version: float) -> None:
 
 
 def _order(reads: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The names of layers, sorted so that each comes after the layers that it reads."""
+    """The names of the layers, sorted: each layer follows the layers that it reads."""
     for name, others in reads.items():
         for other in others:
             if other not in reads:

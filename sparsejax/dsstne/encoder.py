@@ -81,10 +81,10 @@ def _encode(keys: Keys) -> Encode:
     if command == "Train" and "Epochs" not in inner.values:
         raise ValueError('"Epochs" of "TrainingParameters" is missing')
     optimizer = inner.choice("Optimizer", ("sgd", "nesterov"), "sgd")
-    # DSSTNE reads the seed as a signed and as an unsigned 32-bit number.
+    # DSSTNE reads the seed either as a signed or as an unsigned 32-bit number.
     limits = {"least": -(2**31), "most": 2**32 - 1}
     seed = keys.whole("RandomSeed", time.time_ns(), **limits) % 2**32
-    # With 0, the default, the learning rate does not change.
+    # The default 0 means that the learning rate is constant.
     interval = inner.whole("AlphaInterval", 0, least=0)
     training = train.Train(
         config=network,
@@ -100,7 +100,7 @@ def _encode(keys: Keys) -> Encode:
         mu=inner.number("mu", 0.9),
         optimizer=optimizer,
         seed=seed,
-        # With 0, all epochs are one interval, in which the brake is never reset.
+        # The value 0 becomes the number of epochs: a single interval, so the brake is never reset.
         interval=interval or inner.whole("Epochs", 1),
         multiplier=inner.number("AlphaMultiplier", 0.5),
         kept=inner.text("CheckpointName", "check"),
@@ -117,7 +117,8 @@ def encode(cdl: Encode) -> None:
       ValueError: files do not match each other, or `train` rejects the settings.
     """
     if cdl.command == "Train":
-        # The default seed is the time, which differs between processes.
+        # The default seed is the time, which differs between processes, so all use that of the
+        # first.
         seed = processes.number_of_first(cdl.training.seed)
         train.train(dataclasses.replace(cdl.training, seed=seed))
     elif cdl.command == "Validate":
@@ -203,7 +204,7 @@ def slope_errors(training: train.Training) -> dict[str, float]:
     with jax.enable_x64(True):
         x, labels, share, others = jax.tree.map(_double, (x, labels, share, others))
         arrays = [np.asarray(array, np.float64) for array in arrays]
-        # A function of arrays: calling `nnx.jit` takes longer than the loss of a small network.
+        # The loss is a function of arrays: `nnx.jit` would take longer than a small network.
         loss = jax.jit(loss_of)
         grads = jax.jit(jax.grad(loss_of))(arrays)
         for i, path in enumerate(paths):
@@ -228,7 +229,7 @@ def _double(array: Any) -> Any:
 
 
 def _names_of(model: Network) -> dict[tuple, str]:
-    """Names of the trained arrays, by their paths; a name contains its layers' names."""
+    """Names of the trained arrays, by their paths. A name contains the names of the layers."""
     found: dict[tuple, str] = {}
     for i, module in enumerate(model.layers):
         for j, (pair, _, _) in enumerate(module.connected()):

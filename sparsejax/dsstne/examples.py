@@ -20,7 +20,7 @@ from sparsejax.dsstne.network import name_of
 from sparsejax.dsstne.order import Orders, in_order
 from sparsejax.sparse import CSR
 
-# The values that are labels for an error function, in dense targets.
+# For error functions of dense targets: the values that count as labels.
 _LABELS = {"Hinge": (-1, 1), "ScaledMarginalCrossEntropy": (0, 1)}
 
 
@@ -103,7 +103,7 @@ def by_layer(
 
 
 def _of_layer(layer: LayerDefinition, data: Mapping[str, FileDataset]) -> FileDataset:
-    """The data set of a layer, as wide as the layer.
+    """The data set of a layer, with as many columns as the layer has units.
 
     Raises:
       ValueError: the layer has no data set, or its size does not match.
@@ -175,7 +175,7 @@ def inputs_of(network: Definition, data: Mapping[str, FileDataset]) -> Any:
 
 
 def _shown(dataset: FileDataset) -> CSR | np.ndarray:
-    """The examples of an input. Sparse rows are multiplied by the examples' weights."""
+    """The examples of an input layer. Sparse rows are multiplied by the examples' weights."""
     found, weights = dataset.examples(), dataset.example_weights()
     if weights is None or isinstance(found, np.ndarray):
         return found
@@ -186,7 +186,7 @@ def _shown(dataset: FileDataset) -> CSR | np.ndarray:
 def _targets(
     error: str, name: str, dataset: FileDataset
 ) -> CSR | scipy.sparse.csr_array:
-    """The targets in a form that `fit` takes. In dense data each number except 0 is a label.
+    """Targets in a form that `fit` accepts. Of dense data, all numbers other than 0 are labels.
 
     Args:
       error: the error function.

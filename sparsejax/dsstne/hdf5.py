@@ -23,18 +23,18 @@ from sparsejax.dsstne.datasets import check_memory
 with needing("DSSTNE's NetCDF files need {}", "dsstne"):
     import h5py
 
-# The first bytes of NetCDF files that are not HDF5.
+# First bytes of the NetCDF formats that are not based on HDF5.
 _CLASSIC = tuple(b"CDF" + bytes([version]) for version in (1, 2, 5))
-# The signature of a global heap, and an object's header there: number, count, size.
+# The signature of a global heap, and the header of an object in it: number, count, size.
 _HEAP = b"GCOL\x01"
 _HEAP_OBJECT = struct.Struct("<H6sQ")
-# Types of attributes that are read.
+# Types of attributes that can be read.
 _KINDS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.STRING)
-# Layout of the sizes of an attribute's name, type and dimensions in the file.
+# Layout of three numbers in the file: bytes of an attribute's name, type and dimensions.
 _ATTRIBUTE_SIZES = struct.Struct("<HHH")
-# A chunk up to this size may be read, however small it is in the file.
+# Chunks of at most this size are read, even if they are far smaller in the file.
 _SMALL_CHUNK = 16 * 2**20
-# How HDF5 refers to a text of variable length; the text itself is at the address.
+# HDF5's reference to a text of variable length, which is stored at the address.
 _REFERENCE = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])
 
 
@@ -68,7 +68,7 @@ def opened(path: Path, what: str) -> Generator[File]:
 
 
 def _texts_end(file: io.BufferedReader, size: int) -> bool:
-    """Whether each global heap, where HDF5 stores texts, can be read to its end.
+    """Whether HDF5 can read to the end of each global heap, in which it stores texts.
 
     An object with number 0 is free space, and its size is the distance to the next object. If
     that size is 0, HDF5 loops forever.
@@ -84,7 +84,8 @@ def _texts_end(file: io.BufferedReader, size: int) -> bool:
                 number, _, length = _HEAP_OBJECT.unpack_from(data, place)
                 move = length if number == 0 else 16 + (length + 7) // 8 * 8
                 steps += 1
-                # Heaps do not overlap, and an object has at least 16 bytes.
+                # The number of steps is bounded: heaps do not overlap, and an object has at least
+                # 16 bytes.
                 if move == 0 or steps > size // 16:
                     return False
                 place += move
@@ -93,11 +94,11 @@ def _texts_end(file: io.BufferedReader, size: int) -> bool:
 
 
 def _start_of_value(data: mmap.mmap, at: int, length: int) -> int | None:
-    """The position of an attribute's value; `at` is the position of its name of `length` bytes.
+    """Position of an attribute's value. Its name, of `length` bytes, is at `at`.
 
-    An attribute is: version, flags, the sizes of name, type and dimensions; since version 3
-    the encoding of the name; then name, type, dimensions and value. In version 1 the
-    parts are padded to multiples of 8 bytes.
+    An attribute consists of a version, flags, the sizes of its name, type and dimensions, then
+    its name, type, dimensions and value. Version 3 has the name's encoding before the name. In
+    version 1, each of these parts is padded to a multiple of 8 bytes.
 
     Returns:
       The position; None if there is no attribute with a name of this length.
@@ -165,11 +166,11 @@ class File:
             return self.file.attrs[name]
 
     def _check_text(self, name: str, size: int) -> None:
-        """Raises DataError if a text attribute is longer than the file, without reading it.
+        """Raises DataError if a text attribute states more bytes than the file has.
 
-        HDF5 would allocate as much memory as a damaged file states for a text, up to 4 GiB.
-        HDF5 does not tell where the reference to the text is, so all positions are checked that
-        begin like this attribute.
+        HDF5 would allocate the memory that a damaged file states for a text, up to 4 GiB. The
+        position of the text's reference is not known, so all positions that begin like this
+        attribute are checked.
         """
         key, found = name.encode() + b"\0", False
         with (
@@ -274,9 +275,9 @@ class File:
         return names
 
     def _length_of(self, texts: h5py.Dataset) -> int:
-        """The total length of all texts, computed without reading them.
+        """Bytes of all texts together, computed without reading the texts.
 
-        HDF5 would allocate as much memory as a damaged file states for a text, up to 4 GiB.
+        HDF5 would allocate the memory that a damaged file states for a text, up to 4 GiB.
         """
         stored = texts.id
         places = [(stored.get_offset(), stored.get_storage_size())]

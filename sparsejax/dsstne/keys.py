@@ -59,12 +59,13 @@ def parse(text: str) -> Any:
             raise ValueError(
                 f"not JSON: the comment that begins in line {line} has no end"
             )
-        # A string is kept; a comment keeps its line breaks, so that errors name the right line.
+        # Strings are kept. Of a comment, the line breaks are kept, so that errors name the right
+        # line.
         return match["string"] or re.sub(r"[^\n]", " ", match[0])
 
-    # Each alternative matches in any case once it begins: after a failed search the pattern
-    # would be tried at the next position, which takes quadratic time. A string without an end is
-    # left to the parser.
+    # Once an alternative begins, it matches something. Otherwise the search would fail and be
+    # tried again at the next position, which takes quadratic time. The JSON parser reports a
+    # string without an end.
     string, open_comment = r'(?P<string>"(?:[^"\\\n]|\\.)*"?)', r"(?P<open>/\*.*)"
     tokens = rf"{string}|//[^\n]*|/\*.*?\*/|{open_comment}"
     try:

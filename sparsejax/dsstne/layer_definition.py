@@ -35,7 +35,7 @@ SCHEMES = (
     "Constant",
     "SELU",
 )
-# Pooling functions with a window. The other functions work on whole layers.
+# Pooling functions that use a window. The other functions use whole layers.
 WINDOWS = ("Max", "Average")
 FUNCTIONS = (*WINDOWS, "LRN", "Maxout", "DotProduct", "Cosine")
 

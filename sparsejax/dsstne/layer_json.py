@@ -120,7 +120,7 @@ def _draft(
             f'{keys.label}: "KernelStride" has {len(stride)} numbers, "Kernel" '
             f"{len(kernel)}"
         )
-    # A bool has no effect, as in DSSTNE.
+    # As in DSSTNE, a bool is ignored here.
     if isinstance(keys.values.get("SparsenessPenalty"), bool):
         del keys.values["SparsenessPenalty"]
     activation = None
@@ -152,7 +152,7 @@ def _draft(
 
 
 def _check_keys_of_type(keys: Keys, kind: str, type: str) -> None:
-    """Raises ValueError for keys that would have no effect."""
+    """Raises ValueError if a layer of this type has keys that would have no effect."""
     if type == "Pooling":
         if "Function" not in keys.values:
             raise ValueError(
@@ -169,7 +169,7 @@ def _check_keys_of_type(keys: Keys, kind: str, type: str) -> None:
             *(["DeltaNorm"] if kind == "Hidden" else []),
             *([] if function in WINDOWS else ["Kernel", "KernelStride"]),
         ]
-        # The key has no effect with "Linear", which is what these layers use.
+        # "Linear" is allowed, because these layers have no activation.
         if keys.choice("Activation", ACTIVATIONS, "Linear") != "Linear":
             useless.append("Activation")
         what = f"a pooling layer ({function})"
@@ -263,7 +263,7 @@ def layer_to_json(layer: LayerDefinition, *, denoised: bool) -> dict[str, Any]:
     document["N"] = layer.size[-1] if channels else _one_or_all(layer.size)
     if layer.dataset:
         document["DataSet"] = layer.dataset
-    # With denoising, "Sparse" of an input says whether denoising applies to it.
+    # In a network with denoising, "Sparse" of an input means that denoising applies to it.
     if layer.denoising if denoised and layer.kind == "Input" else layer.sparse:
         document["Sparse"] = True
     if layer.dropout:

@@ -35,7 +35,7 @@ from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers.gradients import lookup
 
 _NORMALIZATION_EPS = 1e-5
-# Fraction of the running mean and variance that a batch replaces.
+# Weight of a batch in the running mean and variance.
 _NORMALIZATION_RATE = 0.1
 # Partition spec of an array with a row for each example.
 _BATCH = P("data")
@@ -109,7 +109,7 @@ class Layer(nnx.Module):
             sharing.counts[owner_of(layer, source)] for source in sources
         )
         self.factors = tuple(1 / count for count in self.counts)
-        # DSSTNE ignores DeltaNorm in hidden pooling layers, and JSON with it is an error there.
+        # In hidden pooling layers, DSSTNE ignores DeltaNorm, and our JSON reader rejects it.
         limits = layer.has_weights or layer.kind == "Output"
         self.delta_norm = layer.delta_norm if limits else 0.0
         self.connections = nnx.List(
@@ -160,8 +160,8 @@ class Layer(nnx.Module):
 
     @property
     def _loss_is_of_units(self) -> bool:
-        # With Sigmoid a dropped unit is 0.5, which a score of 0 gives. With other activations no
-        # score may give a dropped unit, so the loss is computed from units.
+        # A dropped unit of Sigmoid is 0.5, the value for the score 0. For other activations, maybe
+        # no score gives the value of a dropped unit, so the loss is computed from units.
         activation = self.layer.activation
         return (
             self.layer.dropout > 0
@@ -187,7 +187,7 @@ class Layer(nnx.Module):
     def __call__(
         self, held: Held, batch: Counted | None, *, deterministic: bool | None
     ) -> tuple[jax.Array, jax.Array]:
-        """The layer's values before and after its activation.
+        """Scores and units: the layer's values before and after its activation.
 
         Args:
           held: values of the layers before it.
@@ -255,7 +255,7 @@ class Layer(nnx.Module):
         return z
 
     def _limited(self, z: jax.Array, batch: Counted | None) -> jax.Array:
-        """Returns `z`; its gradient is limited by `DeltaNorm`."""
+        """Returns `z`. In the backward pass, `DeltaNorm` limits its gradient."""
         if not self.delta_norm or batch is None:
             return z
         return _with_short_slopes(z, self.delta_norm * batch.share)
@@ -366,7 +366,7 @@ class _Dropout(nnx.Module):
         return jnp.where(dropped, 0, a / q)
 
     def drawn(self, a: jax.Array, deterministic: bool | None) -> jax.Array | None:
-        """Mask of the dropped units; None without dropout."""
+        """Mask of the units that are dropped; None if there is no dropout."""
         if deterministic is None:
             deterministic = self.deterministic
         if deterministic or self.rate == 0:
@@ -375,7 +375,7 @@ class _Dropout(nnx.Module):
 
 
 class _Normalization(nnx.Module):
-    """Batch normalization of sums: over the examples, and for a convolution over positions."""
+    """Batch normalization of sums, over the examples and, in a convolution, over positions."""
 
     def __init__(self, layer: LayerDefinition):
         channels = num_biases(layer)
@@ -436,7 +436,7 @@ def dense(x: Any) -> jax.Array:
 
 @jax.custom_vjp
 def _with_short_slopes(x: jax.Array, limit: Any) -> jax.Array:
-    """Returns `x`; the gradient in each row is limited to an L2 norm of at most `limit`."""
+    """Returns `x`. In the backward pass, each row's gradient is cut to an L2 norm of `limit`."""
     return x
 
 

@@ -114,7 +114,7 @@ class DataScaledMarginalCrossEntropy(losses.ScaledMarginalCrossEntropy):
         labels: Float[Array, "..."],
         listed: Bool[Array, "..."],
     ) -> Float[Array, "..."]:
-        # The shorter form of the base class ignores the values of labels.
+        # The base class has a shorter form, which ignores the values of labels.
         return ElementwiseLoss.__call__(self, scores, labels, listed)
 
 
@@ -237,7 +237,7 @@ _OF_ACTIVATIONS: dict[str, Callable[[], ElementwiseLoss]] = {
     "L2Hinge": losses.L2HingeLoss,
     "Hinge": losses.HingeLoss,
 }
-# Losses after a sigmoid, as functions of scores that do not overflow.
+# Losses after a sigmoid that are computed from scores, so that they do not overflow.
 _OF_SCORES = (
     "CrossEntropy",
     "ScaledMarginalCrossEntropy",
@@ -280,7 +280,7 @@ def _refuse_boost(network: Definition, label: str) -> None:
 
 
 def _elu(x: Float[Array, "..."], alpha: float) -> Float[Array, "..."]:
-    # expm1 gets 0 if x is positive: exp(x) may overflow there, and 0 * inf is NaN.
+    # For positive x, exp(x) may overflow, and 0 * inf in the gradient is NaN: so expm1 gets 0.
     return jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x)))
 
 

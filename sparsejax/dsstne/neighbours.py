@@ -91,7 +91,7 @@ def search(command: Search) -> None:
 
 
 def _check_out(path: pathlib.Path) -> None:
-    """Raises ValueError if a file or its folder cannot be created."""
+    """Raises ValueError if the file or its folder cannot be created."""
     if path.parent.exists():
         check_writable(path)
         return
@@ -142,7 +142,7 @@ def read_vectors(command: Search, paths: tuple[str, ...]) -> tuple[Names, np.nda
 
 
 def _lines(stream: ByteStream, path: str) -> Iterator[tuple[int, str]]:
-    """Yields the lines that are not empty, with their numbers."""
+    """Yields the number and the text of each line that is not empty."""
     for block in line_blocks(stream, path):
         for number, text in enumerate(block.data.decode().split("\n"), block.first):
             if text:

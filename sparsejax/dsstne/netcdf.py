@@ -31,7 +31,7 @@ with needing("DSSTNE's NetCDF files need {}", "dsstne"):
 _SPARSE, _BOOLEAN, _IGNORE_ZERO, _INDEXED, _WEIGHTED = 1, 2, 32, 64, 128
 _UNUSED = 4 | 8 | 16  # Compressed, Recurrent, Mutable
 _RGB8, _RGB16, _UCHAR, _CHAR = 6, 7, 8, 9
-# `dataType{n}` for each type of values that can be written.
+# The number `dataType{n}` of each type of values that can be written.
 _DATA_TYPES = {
     np.uint32: 0,
     np.int32: 1,
@@ -246,7 +246,7 @@ def load(path: Path) -> dict[str, FileDataset]:
 
 
 def _load(file: File, n: int, row_names: Names | None) -> FileDataset:
-    """Reads the n-th data set without checks."""
+    """Reads data set `n` of a file, without checking it."""
     attributes = file.count(f"attributes{n}")
     known = _SPARSE | _BOOLEAN | _IGNORE_ZERO | _INDEXED | _WEIGHTED | _UNUSED
     if attributes & ~known:
@@ -297,7 +297,7 @@ def _load(file: File, n: int, row_names: Names | None) -> FileDataset:
 
 
 def _values(file: File, name: str, data_type: int) -> np.ndarray:
-    """A variable's numbers; as bytes if `data_type` is one of bytes."""
+    """The numbers of a variable, with a dtype of one byte if `data_type` has one byte."""
     array = file.array(name)
     wanted = {_RGB8: np.uint8, _UCHAR: np.uint8, _CHAR: np.int8}.get(data_type)
     if wanted is None:  # only data types of bytes are scaled later
@@ -336,7 +336,7 @@ def file_image(datasets: Mapping[str, FileDataset]) -> memoryview:
     if not datasets:
         raise ValueError("there is no data set to write")
     row_names = _shared_row_names(datasets)
-    # HDF5 ends the process if the disk is full, so the file is made in memory.
+    # The file is written in memory first, because HDF5 ends the process if the disk is full.
     image = io.BytesIO()
     with h5netcdf.File(image, "w") as file:
         file.attrs["datasets"] = np.uint32(len(datasets))
@@ -353,7 +353,7 @@ def file_image(datasets: Mapping[str, FileDataset]) -> memoryview:
 
 
 def _shared_row_names(datasets: Mapping[str, FileDataset]) -> Names | None:
-    """The names of the rows, which all data sets share.
+    """The row names of the data sets, which must be equal in all of them.
 
     Raises:
       ValueError: the numbers or names of rows differ.

@@ -109,7 +109,7 @@ class Network(nnx.Module):
         _check_inputs(definition)
         self.output_layer = definition.ranked
         denoising = definition.denoising
-        # `check_trainable` raises the error if the number is out of range.
+        # If the number is out of range, `check_trainable` raises an error later.
         denoising = denoising if 0 <= denoising < 1 else 0
         self.corruption = SparseDropout(denoising, rngs=rngs)
         sharing = SharedWeights.of(definition, row_sparse=row_sparse, rngs=rngs)
@@ -125,7 +125,7 @@ class Network(nnx.Module):
                 rngs=rngs,
             )
             if layer.kind == "Output":
-                # `check_trainable` raises the error, but only if the network is to be trained.
+                # The error is ignored here: `check_trainable` raises it again before a training.
                 with contextlib.suppress(NotImplementedError):
                     module.set_rule(self._rule_of(layer))
             modules.append(module)
@@ -290,7 +290,7 @@ class Network(nnx.Module):
     def __call__(
         self, x: Any, *, deterministic: bool | None = None
     ) -> Float[Array, "batch items"]:
-        """The scores of all items, before the activation."""
+        """The scores of all items, before the output's activation."""
         return self._output.scores(self._run(x, None, deterministic))
 
     def loss(
@@ -373,7 +373,7 @@ class Network(nnx.Module):
         return found[0]
 
     def _targets(self, targets: Any) -> list[tuple[Layer, Any]]:
-        """The outputs, each with its data from `targets`.
+        """Pairs of each output layer and its targets.
 
         Raises:
           ValueError: there are no outputs, or `targets` do not match them.
@@ -403,7 +403,7 @@ class Network(nnx.Module):
                 layer.normalization.set(parameters.normalizations[layer.layer.name])
 
     def _run(self, x: Any, batch: Counted | None, deterministic: bool | None) -> Held:
-        """The values of the layers, without outputs that may be too large."""
+        """Computes the values of all layers, except for outputs that may be too large."""
         inputs = self.definition.of_kind("Input")
         if len(inputs) == 1 and inputs[0].sparse:
             x = {name_of(inputs[0]): x}
@@ -428,7 +428,7 @@ class Network(nnx.Module):
         return held
 
     def _counted(self, weights: jax.Array | None, rows: int) -> Counted:
-        """The rows of a batch that are examples, given by its weights."""
+        """Which rows of a batch are examples: those with a positive weight, or all."""
         if weights is None:
             return Counted(jnp.ones(rows, bool), jnp.float32(1))
         exists = weights > 0
@@ -436,13 +436,13 @@ class Network(nnx.Module):
         return Counted(exists, (1 if self.weighted else jnp.sum(weights)) / count)
 
     def _penalty(self, held: Held, batch: Counted) -> jax.Array:
-        """A term of value 0 whose gradients are those of the sparseness penalties.
+        """A term that is 0, and whose gradients are those of the sparseness penalties.
 
-        With m the mean of a unit, and pi the mean m limited to 1e-6 .. 1 - 1e-6::
+        With m the mean of a unit, and pi the mean clipped to 1e-6 .. 1 - 1e-6::
 
             slope = beta (-p / pi + (1 - p) / (1 - pi))
 
-        The gradient also applies to m if pi is at a bound, so that it brings back a dead unit.
+        The gradient is applied to m even if pi is clipped, so that a dead unit can recover.
         """
         count, total = batch.examples, jnp.zeros((), jnp.float32)
         for layer in self.definition.layers:

@@ -42,7 +42,7 @@ from sparsejax.dsstne.layer_definition import (
 )
 from sparsejax.whole_files import check_writable, whole_file
 
-# DSSTNE's numbers for choices: a choice's number is its position.
+# Names of choices, each at the position that is its number in DSSTNE's files.
 _KINDS = ("Input", "Hidden", "Output", "Target")
 _TYPES = ("FullyConnected", "Convolutional", "Pooling")
 _FUNCTIONS = (
@@ -153,7 +153,7 @@ def save_parameters(
       ValueError: an array is missing, not finite, or has another shape.
     """
     check_writable(path)
-    # HDF5 ends the process if the disk is full, so the file is made in memory.
+    # The file is written in memory first, because HDF5 ends the process if the disk is full.
     image = io.BytesIO()
     with h5netcdf.File(image, "w") as file:
         _Writer(file).network(network, parameters)
@@ -181,12 +181,12 @@ class _Reader:
         return choices[number]
 
     def function(self, name: str, type: str) -> str | None:
-        """The function of a pooling layer. For other layers files may lack it, as in DSSTNE."""
+        """The function of a pooling layer. For other layers a file may lack this attribute."""
         is_needed = type == "Pooling" or self.file.has_attribute(name)
         return self.choice(name, _FUNCTIONS) if is_needed else _FUNCTIONS[0]
 
     def count(self, name: str) -> int:
-        """A checked number of layers, of weights, or of a layer's sources."""
+        """A number of layers, weights or sources; raises an error if it is above the limit."""
         count = self.file.count(name)
         if count > MAX_LAYERS:
             raise self.file.error(
@@ -314,7 +314,7 @@ class _Reader:
         )
 
     def connections(self) -> dict[Pair, tuple[int, Connection]]:
-        """For each pair of layers, the number of its weights, and the connection."""
+        """For each pair of layers: the number of its weights, and its connection."""
         file, found = self.file, {}
         for i in range(self.count("weights")):
             at = f"weight{i}_"
@@ -545,7 +545,8 @@ class _Writer:
         shape = weight_shape(before, layer)
         self.text(f"{at}inputLayer", before.name)
         self.text(f"{at}outputLayer", layer.name)
-        # The file has out, in, and the kernel's sizes in the order x, y, z.
+        # In the file, the kernel's axes are: out, in, then the kernel's sizes in the order x, y,
+        # z.
         sides = (*shape[:2], *reversed(shape[2:]), 1, 1, 1)
         if layer.type == "FullyConnected":
             sides = (shape[1], shape[0], 1, 1, 1)

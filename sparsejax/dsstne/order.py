@@ -18,7 +18,7 @@ from sparsejax.dsstne.definition import Definition
 from sparsejax.dsstne.layer_definition import LayerDefinition, reads
 from sparsejax.dsstne.network_files import Parameters
 
-# For each layer's name an array `[columns]`: the file's column at each position.
+# For the name of each layer, an array `[columns]`: the column in the file for each position.
 Orders = Mapping[str, np.ndarray]
 
 
@@ -78,7 +78,7 @@ def to_file_order(parameters: Parameters, orders: Orders) -> Parameters:
 
 
 def _tied(network: Definition) -> Iterable[list[str]]:
-    """Groups the names of all layers: layers of a group share an axis of shared weights."""
+    """Groups of layer names: the layers of a group share an axis of some shared weights."""
     names = [layer.name for layer in network.layers]
     place = {name: at for at, name in enumerate(names)}
     ties = []
@@ -103,7 +103,7 @@ def _tied(network: Definition) -> Iterable[list[str]]:
 def _can_be_ordered(
     network: Definition, layer: LayerDefinition, data: Mapping[str, FileDataset]
 ) -> bool:
-    """Whether the positions of units have no meaning: the layer only has dense weights."""
+    """Whether a layer's units may be reordered: all its connections must have dense weights."""
     if layer.kind == "Hidden" or len(layer.size) > 1:
         return False
     if not data[layer.name].is_sparse:
@@ -118,7 +118,7 @@ def _can_be_ordered(
 
 
 def _counts(dataset: FileDataset) -> np.ndarray:
-    """The number of entries that each column has in the file, `[columns]`."""
+    """`[columns]`: the number of entries in each column of the file."""
     rows = dataset.rows
     if isinstance(rows, Classes):
         return np.bincount(rows.ids, minlength=dataset.columns)
@@ -127,7 +127,7 @@ def _counts(dataset: FileDataset) -> np.ndarray:
 
 
 def _taken(array: np.ndarray, orders: tuple[np.ndarray | None, ...]) -> np.ndarray:
-    """Reorders each of the array's first axes for which there is an order."""
+    """Reorders the first axes of an array; an order of None leaves its axis unchanged."""
     for axis, order in enumerate(orders):
         if order is not None:
             array = np.take(array, order, axis=axis)

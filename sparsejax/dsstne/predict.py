@@ -28,7 +28,7 @@ from sparsejax.mesh.layout import put_on_mesh
 from sparsejax.verbs.recommend import recommend
 from sparsejax.whole_files import check_writable, whole_text_file
 
-# In C, the text after the % of a format of a floating-point number.
+# Pattern of a floating-point format in C: the text after its %.
 _FORMAT = re.compile(r"[-+ #0]*\d{0,3}(\.\d{0,3})?[lL]?[eEfFgG]")
 
 
@@ -130,7 +130,7 @@ def predict(command: Predict) -> None:
 
 
 def _printed(command: Predict, number: float | np.floating) -> str:
-    # Python's operator has the flags and widths of C's printf.
+    # Python's operator % accepts the flags and widths of C's printf.
     return f"%{command.precision}" % float(number)
 
 
@@ -158,7 +158,7 @@ def _write(
 
 
 def _filters(command: Predict, samples: Names, items: Names) -> scipy.sparse.csr_array:
-    """`[samples, items]`: the values of the filters; all are 1 if filters exclude items."""
+    """`[samples, items]` values of the filters; all are 1 if the filters only exclude items."""
     shape = (len(samples), len(items))
     is_file = os.path.isfile(command.filters)
     if command.filters == os.devnull or (
@@ -166,7 +166,7 @@ def _filters(command: Predict, samples: Names, items: Names) -> scipy.sparse.csr
     ):
         return scipy.sparse.csr_array(shape)
     with warnings.catch_warnings():
-        # A sample may be without filter, and filters may have further samples.
+        # Some samples may have no filter, and some filters may be for other samples.
         warnings.filterwarnings("ignore", "(?s).*samples of the index have no line")
         found = read_samples(
             command.filters,
@@ -190,7 +190,7 @@ def _multiplied(
     filters: scipy.sparse.csr_array,
     items: Names,
 ) -> Recommendations:
-    """The best items, ranked after scores were multiplied with the filters' values."""
+    """The best items by scores that are multiplied by the values of the filters."""
     assert model.output_layer is not None
     output, count = model.output_layer.name, rows.num_rows
     ids = np.full((count, command.k), -1, np.int32)
@@ -212,7 +212,7 @@ def _multiplied(
 
 
 def _inputs(command: Predict, network: Definition) -> tuple[LayerDefinition, ...]:
-    """The inputs, all of which read the same data set."""
+    """The input layers. Raises ValueError unless all of them read the command's data set."""
     inputs, wanted = network.of_kind("Input"), f"{command.dataset}_input"
     if any(layer.dataset != wanted for layer in inputs):
         there = ", ".join(repr(layer.dataset) for layer in inputs)
@@ -224,7 +224,7 @@ def _inputs(command: Predict, network: Definition) -> tuple[LayerDefinition, ...
 
 
 def _given(model: Network, rows: SparseDataset) -> Any:
-    """Rows in the form that a network takes: by name if there are several inputs."""
+    """Rows as a network accepts them: by name of the input if it has several inputs."""
     features = model.num_features
     return dict.fromkeys(features, rows) if isinstance(features, dict) else rows
 

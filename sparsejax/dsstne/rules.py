@@ -67,7 +67,7 @@ class DsstneRule(Rule):
 
     elementwise = True
     takes_weight_decay = True
-    # The type of `dense`'s state; its arrays have the names that `init` gives them.
+    # The type of the state of `dense`. Its arrays have the names that `init` uses.
     dense_state: ClassVar[Any] = _Count
 
     l1: float = dataclasses.field(default=0.0, kw_only=True)
@@ -239,7 +239,7 @@ class Nesterov(Momentum):
 
 @dataclasses.dataclass(frozen=True)
 class _Adaptive(DsstneRule):
-    """Rules whose state depends on penalties: they are row-sparse only without a penalty."""
+    """Rules whose state depends on penalties, so that they are row-sparse only without one."""
 
     @property
     def row_sparse(self) -> bool:

@@ -23,7 +23,7 @@ def sized(
         return draft
     padding = draft.padding
     if draft.kind == "Hidden" and has_window(draft):
-        # DSSTNE pads hidden layers only.
+        # DSSTNE adds padding only to hidden layers.
         source = layers[draft.sources[0].layer]
         sizes = padded_to(source.size, len(draft.kernel))
         padding = tuple(map(_padding, sizes, draft.kernel, draft.stride))
@@ -57,7 +57,7 @@ def check_size(layer: LayerDefinition, layers: Mapping[str, LayerDefinition]) ->
 def _size_of(
     layer: LayerDefinition, layers: Mapping[str, LayerDefinition]
 ) -> tuple[int, ...]:
-    """The size of a convolutional or pooling layer, from the layers it reads."""
+    """The size of a convolutional or pooling layer, from the sizes of its sources."""
     sources = [layers[source.layer] for source in layer.sources]
     whole = layer.type == "Pooling" and layer.function not in WINDOWS
     if whole and layer.function != "LRN":
@@ -86,7 +86,7 @@ def _size_of(
 
 
 def _window(layer: LayerDefinition, source: LayerDefinition) -> tuple[int, ...]:
-    """The size of a layer whose window moves over a source."""
+    """The size of a layer whose window moves over its source."""
     dimensions = len(layer.kernel)
     if len(source.size) > dimensions + 1:
         raise ValueError(
@@ -97,7 +97,7 @@ def _window(layer: LayerDefinition, source: LayerDefinition) -> tuple[int, ...]:
     places = padded_to(source.size, dimensions)
     windows = zip(places, layer.kernel, layer.stride, layer.padding, strict=False)
     for width, kernel, stride, padding in windows:
-        # The size of a convolution's result, and the size that DSSTNE allocates for it.
+        # `size` is that of a convolution's result, and `reserved` the size that DSSTNE allocates.
         size = (width + 2 * padding - kernel) // stride + 1
         reserved = size
         if layer.kind == "Hidden":
@@ -113,7 +113,7 @@ def _window(layer: LayerDefinition, source: LayerDefinition) -> tuple[int, ...]:
         made.append(size)
     channels = source.size[dimensions:]
     if layer.type == "Convolutional":
-        # The `size` of a draft is the number of channels.
+        # In a draft, `size` contains only the number of channels.
         channels = layer.size[-1:]
     return (*made, *channels)
 

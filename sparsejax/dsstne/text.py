@@ -140,7 +140,7 @@ def read_samples(
     length = np.concatenate([np.empty(0, np.int64), *lengths])
     value = np.concatenate(values) if analog else None
 
-    # The last line of each sample, -1 if there is none.
+    # The number of the last line of each sample, or -1 if it has no line.
     last = np.full(len(sample_names), -1)
     last[row] = np.arange(len(row))
     replaced = len(row) - int(np.count_nonzero(last >= 0))
@@ -174,7 +174,7 @@ def read_samples(
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """The samples of a block of lines, like `sparsejax.data.sets.assemble.Block`."""
+    """The samples in a block of lines, like `sparsejax.data.sets.assemble.Block`."""
 
     samples: pa.LargeStringArray
     lengths: np.ndarray
@@ -183,7 +183,7 @@ class _Block:
 
 
 def _blocks(path: Path) -> Iterator[Lines]:
-    """Yields the lines of a file, or of the files of a folder, in blocks."""
+    """Yields blocks of lines of a file, or of all files in a folder."""
     files = [pathlib.Path(path)]
     if os.path.isdir(path):
         found = sorted(pathlib.Path(path).iterdir())
@@ -196,7 +196,7 @@ def _blocks(path: Path) -> Iterator[Lines]:
 
 
 def _parse(lines: Lines, analog: bool, counts: collections.Counter[str]) -> _Block:
-    """Parses whole lines, all bytes at once. `counts` gets the numbers of skipped parts."""
+    """Parses a block of whole lines at once. Skipped parts are counted in `counts`, by kind."""
     data = np.frombuffer(lines.data, np.uint8)
     is_mark = (data == _NEWLINE) | (data == _TAB) | (data == _COLON) | (data == _COMMA)
     marks = np.flatnonzero(is_mark)
@@ -206,7 +206,7 @@ def _parse(lines: Lines, analog: bool, counts: collections.Counter[str]) -> _Blo
     line_ends = marks[is_newline]
     line_starts = np.concatenate([[0], line_ends[:-1] + 1])
 
-    # The first TAB ends the sample's name, in which ':' and ',' are ordinary characters.
+    # The first TAB of a line ends the sample's name. In the name, ':' and ',' are no separators.
     tab = np.flatnonzero(kind == _TAB)
     first = tab[np.diff(line[tab], prepend=-1) > 0]
     name_ends = np.full(len(line_ends), -1)
@@ -218,7 +218,7 @@ def _parse(lines: Lines, analog: bool, counts: collections.Counter[str]) -> _Blo
         at = int(np.argmax(unnamed))
         raise lines.error(at, "the sample has no name: the line starts with a TAB")
 
-    # Later TABs are ordinary characters, too. Field i ends at mark i + 1.
+    # Later TABs are no separators. Field i is between marks i and i + 1.
     used = has_tab[line] & (marks >= name_ends[line])
     used &= (kind != _TAB) | (marks == name_ends[line])
     marks, kind, line = marks[used], kind[used], line[used]
@@ -252,7 +252,7 @@ def _parse(lines: Lines, analog: bool, counts: collections.Counter[str]) -> _Blo
 
 
 def _packed(rows: SparseRows) -> SparseRows:
-    """Copies the rows so that they are stored in order, without gaps."""
+    """Copies rows, so that the copies are stored in order and without gaps."""
     lengths = rows.ends - rows.starts
     ends = np.cumsum(lengths)
     starts = ends - lengths

@@ -28,11 +28,11 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.verbs.fit import fit
 from sparsejax.whole_files import check_writable, remove_folder
 
-# Seconds between checkpoints, with which `resume` can continue.
+# Seconds between two checkpoints, from which `resume` continues.
 CHECKPOINT_SECONDS = 300
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "nesterov", "rmsprop", "adadelta", "adam")
-# Defaults of `-mu` and `-mu1`. DSSTNE's default of the second decay rate is 0, with
-# which Adam divides by its last gradient, and diverges.
+# Defaults of `-mu` and `-mu1`. DSSTNE's default for the second decay rate is 0: Adam then divides
+# by its last gradient, and diverges.
 MU = {"mu": 0.5, "mu1": 0.0}
 MU_OF_ADAM = {"mu": 0.9, "mu1": 0.999}
 
@@ -103,7 +103,7 @@ def train(command: Train) -> None:
       FloatingPointError: the loss is not finite.
       ValueError: data and network do not match each other.
     """
-    # A training that was killed just before its end has already written its network.
+    # If a training was killed just before its end, it may have written its network already.
     is_ending = command.resume and os.path.exists(checkpoints_of(command))
     may_exist = command.overwrite or is_ending
     if os.path.exists(command.network) and not may_exist:
@@ -125,7 +125,7 @@ def train(command: Train) -> None:
 
 
 def _kept(command: Train, epoch: int) -> str:
-    """The name of the network file that is kept after an epoch."""
+    """The file name of the network that is kept after an epoch."""
     return f"{command.kept or command.network}{epoch}.nc"
 
 
@@ -169,7 +169,7 @@ class Training:
         [examples, *_] = [dataset.num_examples for dataset in data.values()]
         outputs = network.of_kind("Output")
         target = first_of_like({name_of(o): data[o.name] for o in outputs})
-        # The orders do not depend on the mesh, so that a training can be resumed on another mesh.
+        # The orders are equal on all meshes, so a training can be resumed on another mesh.
         self.orders = balanced_orders(network, data)
         parameters = None
         if network.weights_data is not None:
@@ -193,7 +193,7 @@ class Training:
         modules = (self.model, self.optimizer)
         nnx.update(modules, put_on_mesh(nnx.state(modules)))
         self.examples = Examples.of(network, data, self.orders)
-        # The error of the last epoch. Only the first process, which prints it, knows it.
+        # The last epoch's error. It is set only in the first process, which prints it.
         self.error = math.nan
         self.validation = None
         if command.validation is not None:

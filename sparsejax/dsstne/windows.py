@@ -83,7 +83,7 @@ def pooled(
 
 
 def _length(x: jax.Array) -> jax.Array:
-    """The L2 norm of each row; its derivative at 0 is 0."""
+    """The L2 norm of each row, whose derivative at 0 is defined as 0."""
     square = jnp.sum(jnp.square(x), axis=-1)
     return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
 
@@ -91,7 +91,7 @@ def _length(x: jax.Array) -> jax.Array:
 def _normalised(
     before: LayerDefinition, lrn: LocalResponseNormalization, x: jax.Array
 ) -> jax.Array:
-    """Local response normalization over the channels."""
+    """Local response normalization of `x` over neighbouring channels."""
     image = _image(x, before.size, len(before.size) - 1)
     window = (1, lrn.n, *[1] * (image.ndim - 2))
     behind = (lrn.n - 1) // 2
@@ -104,7 +104,7 @@ def _normalised(
 
 
 def _window(layer: LayerDefinition, before: LayerDefinition, x: jax.Array) -> jax.Array:
-    """The maximum or the mean in each window; padding does not count."""
+    """The maximum or mean of the units in each window, without padding."""
     image = _image(x, before.size, len(layer.kernel))
     window = (1, 1, *reversed(layer.kernel))
     strides = (1, 1, *reversed(layer.stride))
@@ -121,7 +121,7 @@ def _window(layer: LayerDefinition, before: LayerDefinition, x: jax.Array) -> ja
 
 
 def _image(x: jax.Array, size: tuple[int, ...], dimensions: int) -> jax.Array:
-    """Reshapes units to `[batch, channels, z, y, x]`, with `dimensions` of the axes z, y, x."""
+    """Reshapes units to `[batch, channels, z, y, x]`, with only `dimensions` of the last axes."""
     sizes = (*size, *[1] * (dimensions + 1 - len(size)))
     return x.reshape(x.shape[0], sizes[dimensions], *reversed(sizes[:dimensions]))
 

@@ -144,7 +144,7 @@ class _Columns:
         return columns
 
     def _check_types(self, frame: Any) -> None:
-        """Raises ValueError if histories are no arrays of names, or Python cannot read a column."""
+        """Raises ValueError if Python cannot read a kept column, or a history is no array."""
         from pyspark.errors import PySparkException
         from pyspark.sql import types
         from pyspark.sql.pandas.types import to_arrow_type
