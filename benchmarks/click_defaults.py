@@ -3,16 +3,16 @@
     python benchmarks/click_defaults.py run [--only 'plain 3000*'] [--commit NAME]
     python benchmarks/click_defaults.py table
 
-Models are those of `Run.train(data, model=...)` without further settings. The regression is that
-of the library, fitted on all examples, and so on a tenth more than the model's own. A test compares
-it with SciPy's. Both are measured on 100,000 others. Worlds:
+Models are trained by `Run.train(data, model=...)` without further settings. The regression is the
+library's, fitted on all examples, so on a tenth more than the model. A test compares the
+regression with SciPy's. Both are measured on 100,000 other examples. Worlds:
 
     plain   60 and 40 categories, a dense column; the logit is a sum over columns
     pairs   1,378 categories of five columns by zipf's law, two dense columns; products of vectors
             of three pairs of columns are added to the sum
     many    63,370 categories of six columns, in the same way
 
-A seed is one of the world, of the data and of the model.
+One seed is used for the world, for the data and for the model.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 from report import command, grouped, print_means
 from workloads import zipf_ids
 
-# Categories of each column, the exponent of zipf's law, dense columns, the deviations of
-# weights and of vectors, and the pairs of columns.
+# For each world: number of categories of each column, exponent of zipf's law, number of dense
+# columns, standard deviations of weights and of vectors, and pairs of columns.
 _WORLDS: dict[str, tuple[tuple[int, ...], float, int, float, float, tuple]] = {
     "plain": ((60, 40), 0.0, 1, 1.2, 0.0, ()),
     "many": (
@@ -43,7 +43,7 @@ _NAMES = "world", "rows", "model"
 
 
 def _planted(world: str, seed: int, rows: int) -> tuple[Any, ...]:
-    """Dense columns, ids, labels, and the logits that they were drawn from."""
+    """Draws dense columns, ids and labels; returns them with the logits of the labels."""
     sizes, skew, dense_columns, weight, vector, pairs = _WORLDS[world]
     rng = np.random.default_rng(seed)
     biases = [rng.normal(0, weight, n) for n in sizes]
@@ -69,7 +69,8 @@ def _measure(part: str) -> Iterator[dict]:
     import sparsejax as sj
     from sparsejax.kinds.clicks.regression import fit_regression, regression_logits
 
-    kept = tempfile.gettempdir() + "/click_defaults"  # seeds share their programs
+    # All seeds use one cache of compiled programs.
+    kept = tempfile.gettempdir() + "/click_defaults"
     jax.config.update("jax_compilation_cache_dir", kept)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     world, count, model = part.split()
@@ -109,7 +110,7 @@ def _measure(part: str) -> Iterator[dict]:
 
 
 def _write_table(report: dict) -> None:
-    """Prints means, and the worst difference from the regression among the seeds."""
+    """Prints the mean over seeds, and the worst difference from the regression."""
     for result in report["results"]:
         result["difference"] = result["auc"] - result["regression"]
     print_means(report, *_NAMES)

@@ -6,10 +6,10 @@
 The tables are the 26 of MLPerf's DLRM: 204 M rows of 128, 105 GB in float32. `criteo` has
 one id of each table in an example and a batch of 65,536, `dcnv2` the 214 ids of MLPerf's
 multi-hot data and a batch of 16,384. *Lookup* makes `[batch, 26 * 128]` of packed ids.
-*Update* is all that follows from the gradient of that: the sort of the ids, the sums of each
-row, and row-wise Adagrad in place. *Step* is a training step of MLPerf's DLRM from ids to
-updated parameters, with bfloat16 layers. FBGEMM's table-batched embedding is given its own
-form of the ids, and the layers of its step are torch's.
+*Update* starts with the gradient of that array: it sorts the ids, sums the gradients of each
+row, and applies row-wise Adagrad in place. *Step* is a training step of MLPerf's DLRM from ids to
+updated parameters, with bfloat16 layers. FBGEMM's table-batched embedding gets the ids in its
+own form, and the layers of its step are torch's.
 `notes/dlrm.md` predicts a step by its parts.
 """
 
@@ -30,7 +30,7 @@ _BATCHES, _REPEATS, _STEPS = 3, 9, 30
 _DENSE, _DIM = 13, 128
 _BOTTOM, _TOP = (512, 256), (1024, 1024, 512, 256)
 _RATE, _EPS = 0.02, 1e-8
-# The tables take three quarters of an H200.
+# The tables take three quarters of an H200's memory, so JAX preallocates nearly all of it.
 _MEMORY = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": ".95",
@@ -44,7 +44,7 @@ _PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Tables of 128 columns, and how many ids an example has of each."""
+    """Tables of 128 columns, and the number of ids that an example has for each table."""
 
     name: str
     rows: tuple[int, ...]
@@ -53,9 +53,9 @@ class Workload:
 
     @classmethod
     def called(cls, name: str, memory: int | None) -> Workload:
-        """A workload; its tables are cut to take at most .85 of the memory.
+        """The workload with this name. Its tables are cut to take at most 0.85 of the memory.
 
-        Without a memory, as on a CPU, everything is tiny, to try the program.
+        Without a memory, as on a CPU, all sizes are tiny, to test the program.
         """
         batch, ids = 65_536, (1,) * len(CRITEO_ROWS)
         if name == "dcnv2":
@@ -64,18 +64,19 @@ class Workload:
             return cls(name, tuple(min(n, 500) for n in CRITEO_ROWS), ids, 256)
         most = max(CRITEO_ROWS)
         while sum(min(n, most) for n in CRITEO_ROWS) * _DIM * 4 > 0.85 * memory:
-            most //= 2  # a large step, so that all peers have the same tables
+            # Steps by a factor of 2 are large, so that all libraries get equal tables.
+            most //= 2
         return cls(name, tuple(min(n, most) for n in CRITEO_ROWS), ids, batch)
 
     def draw(self, seed: int, skew: float) -> list[np.ndarray]:
-        """`[batch, n]` int32 ids of each table."""
+        """Draws `[batch, n]` int32 ids for each table."""
         rng = np.random.default_rng(seed)
         pairs = zip(self.rows, self.ids, strict=True)
         return [zipf_ids(rng, (self.batch, n), rows, skew) for rows, n in pairs]
 
     def bytes(self, task: str, ids: list[np.ndarray]) -> int | None:
-        """Lookup: each id's row and each result, once. Update: the gradients; and the
-        touched rows and their numbers, read and written.
+        """Bytes that a task must move. Lookup: the row of each id and each result, once. Update:
+        the gradients; and the touched rows and their numbers, read and written.
         """
         bags = self.batch * len(self.rows)
         if task == "lookup":
@@ -142,7 +143,7 @@ def _measure_jax(name: str) -> Iterator[dict]:
         return [pack(on_device(ids)) for ids in drawn[skew]]
 
     def look_up(skew):
-        # nnx.jit would return the tables, copied.
+        # `nnx.jit` would return copies of the tables.
         graphdef, state = nnx.split(model.embeddings)
         concat = jax.jit(lambda state, b: nnx.merge(graphdef, state).concat(b))
         batches = packed(skew)
@@ -151,7 +152,7 @@ def _measure_jax(name: str) -> Iterator[dict]:
 
     @sj.jit
     def updated(embeddings, optimizer, batch, dy):
-        # The gradient does not depend on the value, so the lookup is left out.
+        # The gradient does not depend on the value of the loss, so XLA removes the lookup.
         _, grads = optimizer.value_and_grad(lambda e: jnp.sum(e.concat(batch) * dy))(
             embeddings
         )
@@ -184,7 +185,8 @@ def _measure_jax(name: str) -> Iterator[dict]:
             return step(model, optimizer, dense, batches[i % _BATCHES], click)
 
         first, times = call(0), _timed(call, _STEPS)
-        if not float(call(0)) < float(first):  # it has seen this batch ten times
+        # Training on one batch ten times must reduce its loss.
+        if not float(call(0)) < float(first):
             raise ValueError(f"the loss did not fall from {first}")
         return times
 
@@ -197,7 +199,9 @@ def _measure_jax(name: str) -> Iterator[dict]:
 
 
 def _timed(call, steps: int = 0) -> tuple[dict[str, float], float]:
-    """Microseconds of each kernel of a call, and of a call among `steps` of them."""
+    """Microseconds of each GPU kernel of a call, and of a call when `steps` calls follow each
+    other.
+    """
     import jax
 
     kernels = time_kernels(lambda i: jax.block_until_ready(call(i)), _REPEATS)
@@ -208,7 +212,7 @@ def _timed(call, steps: int = 0) -> tuple[dict[str, float], float]:
 
 
 def _some_rows(embeddings, names, ids) -> tuple[list, np.ndarray]:
-    """Rows that the first batch touches: the table and id of each, and their numbers."""
+    """Rows that the first batch touches: the table and the id of each, and their numbers."""
     (stack,) = embeddings.stacks
     some = [
         (t, int(ids[t][b, 0])) for t, b in ((0, 0), (0, 7), (9, 1), (5, 0), (20, 3))
@@ -220,7 +224,7 @@ def _some_rows(embeddings, names, ids) -> tuple[list, np.ndarray]:
 
 
 def _check_lookup(embeddings, y, ids) -> None:
-    """The first examples, of the tables that are small enough to be read whole."""
+    """Checks the lookup of the first examples in tables that are small enough to be read whole."""
     (stack,) = embeddings.stacks
     first = np.asarray(y[:64], np.float64).reshape(-1, len(ids), _DIM)
     for t, found in enumerate(stack.tables):
@@ -231,19 +235,19 @@ def _check_lookup(embeddings, y, ids) -> None:
 
 
 def _check_update(moved, some, ids, dy) -> None:
-    """What the first step of row-wise Adagrad moved these rows by."""
+    """Checks by how much the first step of row-wise Adagrad moved these rows."""
     for (t, row), found in zip(some, moved, strict=True):
         bag, count = np.unique(np.nonzero(ids[t] == row)[0], return_counts=True)
         mine = np.asarray(dy[bag, t * _DIM : (t + 1) * _DIM], np.float64)
         gradient = (mine * count[:, None]).sum(0)
         root = np.sqrt(np.mean(gradient**2))
-        # The difference of two weights has few digits.
+        # The difference of two nearly equal weights has few correct digits.
         move = -_RATE * gradient / (root + _EPS)
         relative_error(found, move, 1e-4, f"update of {t}, {row}:")
 
 
 def _by_table(workload: Workload, ids: list[np.ndarray]):
-    """Ids and offsets as FBGEMM and `EmbeddingBag` take them: table by table."""
+    """Converts ids to the form of FBGEMM and `EmbeddingBag`: ids table by table, and offsets."""
     import torch  # pyrefly: ignore[missing-import]
 
     flat = np.concatenate([i.reshape(-1) for i in ids]).astype(np.int64)
@@ -269,7 +273,7 @@ def _measure_fbgemm(name: str) -> Iterator[dict]:
         for task, call in (("lookup", tables), ("update", updated)):
             with reported(name, task, "FBGEMM TBE"):
                 found[task] = time_torch(call, inputs).kernel
-                if task == "update":  # the lookup is part of that call
+                if task == "update":  # the call for the update includes the lookup
                     found[task] -= found["lookup"]
                 times = {"": found[task]}, 0.0
                 yield _result(workload, skew, task, "FBGEMM TBE", times, drawn[0])
@@ -313,14 +317,14 @@ def _fbgemm_tables(workload: Workload):
         weights_precision=SparseType.FP32,
         output_dtype=SparseType.FP32,
         pooling_mode=PoolingMode.SUM,
-        bounds_check_mode=BoundsCheckMode.NONE,  # as in FBGEMM's own benchmark
+        bounds_check_mode=BoundsCheckMode.NONE,  # FBGEMM's own benchmark uses this, too
     )
     tables.init_embedding_weights_uniform(-0.01, 0.01)
     return tables
 
 
 def _torch_step(workload: Workload, tables):
-    """A training step of the same DLRM, with torch's layers in bfloat16."""
+    """Makes a training step of an equal DLRM, with torch's layers in bfloat16."""
     import torch  # pyrefly: ignore[missing-import]
     from peers import DLRM
 
@@ -344,7 +348,7 @@ def _torch_step(workload: Workload, tables):
 
 
 def _measure_torch(name: str) -> Iterator[dict]:
-    """One `embedding_bag` for all tables. Adagrad lacks the memory."""
+    """Times `embedding_bag` on a single table with all rows. Adagrad would exceed the memory."""
     import torch  # pyrefly: ignore[missing-import]
 
     workload = Workload.called(name, torch.cuda.mem_get_info()[0])

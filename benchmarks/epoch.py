@@ -9,9 +9,9 @@ data is generated: 138,493 users with 20 million entries, zipf items, lognormal 
 Weights and state are float32. Products take bfloat16 operands at the output, and TF32
 between.
 
-The peers have the same network. Plain JAX: XLA's operations, dense gradients, resident
-data, one program for many steps. Torch: embedding_bag for the inputs, resident batches
-that are cut ahead of time, the compiled step in a CUDA graph.
+The peers train an equal network. Plain JAX: XLA's operations, dense gradients, data on the
+device, one program for many steps. Torch: embedding_bag for the inputs, batches on the device
+that are cut before, the compiled step in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ITEMS, _USERS, _ENTRIES, _SKEW = 27_278, 138_493, 20_000_000, 0.8
 _HIDDEN, BATCH, _DROPOUT = 1_024, 256, 0.5
 _RATE, _DECAY, _EPS = 1e-3, 0.9, 1e-8
 STEPS = -(-_USERS // BATCH)
-# The loop over steps as one CUDA graph, with the steps in it.
+# XLA makes a single CUDA graph of the loop over steps, which includes the steps.
 _GRAPH = "--xla_gpu_enable_command_buffer=+WHILE"
 
 
@@ -45,12 +45,12 @@ def make_rows(
     items: int = _ITEMS,
     entries: int = _ENTRIES,
 ) -> scipy.sparse.csr_array:
-    """About 20 million entries; a row has an item once."""
+    """Draws about 20 million entries; a row has each item at most once."""
     weights = np.arange(1, items + 1) ** -_SKEW
     weights = rng.permutation(weights / weights.sum())
     wish = rng.lognormal(0, 1, users)
     lengths = np.clip(wish / wish.sum() * entries * 1.06, 1, items / 8).astype(int)
-    # Drawn with replacement; what comes twice is dropped.
+    # Items are drawn with replacement, then duplicates are removed.
     drawn = np.searchsorted(np.cumsum(weights), rng.random(lengths.sum()))
     drawn = np.minimum(drawn, items - 1)
     pairs = np.unique(np.repeat(np.arange(users), lengths) * items + drawn)
@@ -75,7 +75,7 @@ def _result(name: str, seconds: float, loss: float, **others) -> dict:
 
 
 def new_modules(items: int = _ITEMS, hidden: tuple[int, ...] = (_HIDDEN,) * 3):
-    """Our model of the network, and its optimizer."""
+    """Makes our model of the network, and its optimizer."""
     from flax import nnx
 
     import sparsejax as sj
@@ -101,7 +101,7 @@ def _sparsejax(data: scipy.sparse.csr_array) -> Iterator[dict]:
 
 
 def _timed(model, optimizer, data, batch: int, *, fused: bool) -> tuple[float, float]:
-    """Seconds of the fastest of four epochs, and the last loss."""
+    """Seconds of the fastest of four epochs, and the loss of the last one."""
     import sparsejax as sj
 
     times: list[float] = []
@@ -114,7 +114,7 @@ def _timed(model, optimizer, data, batch: int, *, fused: bool) -> tuple[float, f
         fused=fused,
         log=lambda step, entry: times.append(time.perf_counter()),
     )
-    # The first epoch compiles.
+    # The first epoch is omitted, because it compiles programs.
     return float(min(np.diff(times))), history[-1]["loss"]
 
 
@@ -235,7 +235,7 @@ def _torch(data: scipy.sparse.csr_array) -> Iterator[dict]:
     place = torch.arange(nse, device="cuda")
 
     def forward(ids, ends):
-        # The padding would count to the last bag: its weight is 0.
+        # Padding would belong to the last bag, so its weight is 0.
         used = place < ends[-1]
         first = torch.nn.functional.embedding_bag(
             ids, w[0], ends[:-1], mode="sum", per_sample_weights=used.float()

@@ -1,4 +1,4 @@
-"""Whole commands in new processes: how long a user waits for a first result.
+"""Times whole commands in new processes, as a user waits for a first result.
 
     python benchmarks/first_result.py compare BASE [TRAIN TEST] [--turns 3] [--epochs 1]
                                       [--save BEFORE NOW]
@@ -6,13 +6,13 @@
 
 TRAIN and TEST are files that `sparsejax` reads, such as Gowalla's; the bundled data if none is
 given. `evaluate` measures all users of TEST, `predict` recommends 20 items to each user of
-TRAIN. *Cold* processes find no compiled programs. *Warm* ones find those of the same command
-before them in the user's cache folder.
+TRAIN. *Cold* processes find no compiled programs. *Warm* processes find the programs that a cold
+one has cached in the user's cache folder.
 
 `compare` runs the commands of BASE, a commit or a folder with another tree, and of the working
 tree in turns. It ends with status 1 if one of them takes more than 1.1 times as long as
 that of BASE: the quickest of its turns counts, which other work on the machine delays least.
-With `--save` the quickest are kept under the names of two commits, for `table`.
+With `--save` the quickest times are saved under the names of two commits, for `table`.
 
 The parts are sums over a process: `imports` of modules, wherever they are; `tracing`,
 `lowering` (to MLIR) and `compiling` as JAX reports them, without imports; `rest` is what
@@ -47,8 +47,10 @@ _EVENTS = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering",
     "/jax/core/compile/backend_compile_duration": "compiling",
 }
-_SHORTEST = 1e-3  # of an import: a module that is there already is found faster
-_SLOWER = 1.1  # than this, `compare` does not allow
+# Seconds of the shortest import that counts: importing a loaded module takes less.
+_SHORTEST = 1e-3
+# `compare` fails if a command takes more than this many times as long as before.
+_SLOWER = 1.1
 _PACKAGES = "sparsejax", "pallas_kernels"
 _SAVED = RESULTS / "first_result_before.json", RESULTS / "first_result.json"
 
@@ -81,7 +83,7 @@ def main() -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    """Measures the commands of both trees in turns, see `verdict`."""
+    """Measures the commands of both trees in turns, and compares them by `verdict`."""
     here = _HERE.parent
     found: dict[str, tuple[list[dict], list[dict]]] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -94,7 +96,8 @@ def _compare(arguments: argparse.Namespace) -> int:
             remove = [*git, "remove", "--force", str(base)]
             stack.callback(subprocess.run, remove, check=True)
         for tree, name in itertools.product((base, here), _PACKAGES):
-            compileall.compile_dir(tree / name, quiet=2)  # as pip does
+            # Bytecode is compiled before, as pip does.
+            compileall.compile_dir(tree / name, quiet=2)
         train, test = arguments.files or _bundled(pathlib.Path(folder))
         for _ in range(arguments.turns):
             for number, tree in enumerate((base, here)):
@@ -117,10 +120,10 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def verdict(seconds: dict[str, tuple[list[float], list[float]]]) -> int:
-    """Prints the seconds of each command in both trees, and the ratio; 1 if one is slower.
+    """Prints the seconds of each command in both trees, and their ratio; returns 1 if one is slower.
 
     Args:
-      seconds: by command those of its turns, in BASE and here.
+      seconds: for each command the seconds of its turns, in BASE and in the working tree.
     """
     status = 0
     print(f"{'':<16}{'base':>8}{'here':>8}{'ratio':>8}")
@@ -134,7 +137,7 @@ def verdict(seconds: dict[str, tuple[list[float], list[float]]]) -> int:
 
 
 def _bundled(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """Files of the bundled data, with a fifth of the entries of each row in the second."""
+    """Writes the bundled data to two files. The second has a fifth of the entries of each row."""
     import sparsejax as sj
 
     paths = folder / "train.parquet", folder / "test.parquet"
@@ -148,7 +151,7 @@ def _bundled(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
 def _commands(
     tree: pathlib.Path, train: pathlib.Path, test: pathlib.Path, *, epochs: int
 ) -> Iterator[dict]:
-    """Each command of a tree, cold and then warm, as `_timed` measures it."""
+    """Runs each command of a tree, cold and then warm; yields measurements by `_timed`."""
     with tempfile.TemporaryDirectory() as folder:
         first, second = str(train.resolve()), str(test.resolve())
         for name in "cold", "warm":
@@ -164,13 +167,14 @@ def _commands(
 
 
 def _timed(tree: pathlib.Path, words: list[str], environment: dict[str, str]) -> dict:
-    """Seconds of a process from its start to its end, and of its parts."""
+    """Runs a process; returns its seconds from start to end, and the seconds of its parts."""
     environment = {
         **os.environ,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         **environment,
     }
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as users have it
+    # Users usually do not set this variable, so bytecode is cached.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, __file__, "process", str(tree), *words]
     start = time.perf_counter()
     done = subprocess.run(
@@ -186,11 +190,11 @@ def _timed(tree: pathlib.Path, words: list[str], environment: dict[str, str]) ->
 
 
 def _process(tree: str, words: list[str]) -> None:
-    """Runs one command of a tree as its users do, and says how long its parts took."""
+    """Runs one command of a tree as its users do, and prints how long its parts took."""
     sys.path.insert(0, tree)
     spans: list[tuple[float, float, str]] = []
     with _noted_imports(spans):
-        gc.disable()  # as the command does while it imports
+        gc.disable()  # the command, too, disables garbage collection while it imports
         import jax
 
         from sparsejax.cli import main as entry
@@ -206,13 +210,15 @@ def _process(tree: str, words: list[str]) -> None:
     programs = sum(part == "compiling" for _, _, part in spans)
     found = {"parts": exclusive(spans), "programs": programs, "versions": versions()}
     emit(found)
-    # A commit before has no end of its own.
+    # An earlier commit may have no `entry.end`.
     getattr(entry, "end", sys.exit)(status)
 
 
 @contextlib.contextmanager
 def _noted_imports(spans: list[tuple[float, float, str]]) -> Iterator[None]:
-    """Within it, adds the span of each import in this thread that is in no other import."""
+    """While this context is open, records the time span of each outermost import in this
+    thread.
+    """
     ordinary, this, depth = builtins.__import__, threading.get_ident(), 0
 
     def noted(*arguments, **named):
@@ -237,9 +243,10 @@ def _noted_imports(spans: list[tuple[float, float, str]]) -> Iterator[None]:
 
 
 def exclusive(spans: list[tuple[float, float, str]]) -> dict[str, float]:
-    """Seconds of each part. A moment in several of them counts for the latest part only.
+    """The seconds of each part. A moment that is in several parts counts for the latest one.
 
-    A function is traced inside others, and GPU programs are traced while they are lowered.
+    For example, a function is traced inside others, and GPU programs are traced while they are
+    lowered.
     """
     seconds = dict.fromkeys((*_EVENTS.values(), "imports"), 0.0)
     moments = sorted({t for begin, end, _ in spans for t in (begin, end)})

@@ -3,10 +3,11 @@
     python benchmarks/fit_mesh.py run --only 'dlrm* 4 *' '* one 1 *'   on GPUs of one host
     python benchmarks/fit_mesh.py table                                anywhere
 
-A part is a case, a way, a number of devices and a batch; it is one process, which sees that many
-GPUs (the way *beside*: all, without a mesh). It prints its prediction, trains, and prints the time
-of a step and the gain over one device. A run replaces the results of the parts that ran. On a CPU
-all sizes are tiny, and `JAX_NUM_CPU_DEVICES=8` makes the devices. Predictions are for H200s.
+A part is a case, a way, a number of devices and a batch. Each part is a process, which sees that
+many GPUs (with the way *beside* it sees all GPUs, and sets no mesh). It prints its prediction,
+trains, and prints the time of a step and the gain over one device. A run replaces only the results
+of its own parts. On a CPU all sizes are tiny, and `JAX_NUM_CPU_DEVICES=8` makes the devices.
+Predictions are for H200s.
 
 Items: 8 or 40 million in and out, 256 units, RMSProp, fused, 64 entries a row, zipf .8. *Epoch* is
 that of `epoch.py`. *Dlrm* has the 26 tables of `workloads.clicks_to_fit`; *dynamic* has dynamic
@@ -52,9 +53,9 @@ _DEVICES, _EPOCHS = (1, 2, 4, 8), 4
 _HERE = pathlib.Path(__file__).resolve().parent
 _BIG, _BIG_DIM = 400_000_000, 256
 _USERS, _WIDTH, _NEGATIVES = 65_536, 256, 1024
-_CARD = "NVIDIA H200"  # of predictions and tables
-_FEW = 150_000  # rows on a CPU: smaller tables are not divided
-# Axis of the devices, and further arguments of `fit`.
+_CARD = "NVIDIA H200"  # the GPU for which predictions and tables are made
+_FEW = 150_000  # number of rows on a CPU: smaller tables are not divided
+# For each way, the mesh axis of the devices, and further arguments of `fit`.
 _WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("model", {}),
     "beside": ("model", {}),
@@ -68,7 +69,7 @@ _WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training: its kind, its batch on all devices, its ways, and arguments of the kind."""
+    """A training: kind of model, batch size on all devices, ways, and arguments for the kind."""
 
     kind: str
     batch: int
@@ -98,7 +99,9 @@ CASES = {
 
 
 def parts() -> dict[str, dict[str, str]]:
-    """The environment of each part; one device has smaller batches, too, which bound gains."""
+    """The environment variables of each part. One device also has parts with smaller batches,
+    which bound the possible gain.
+    """
     names = []
     for name, case in CASES.items():
         batch, ways = case.batch, case.ways
@@ -119,16 +122,16 @@ def parts() -> dict[str, dict[str, str]]:
     }
 
 
-# Predictions
+# --- predictions ---
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What each device does in a step: bytes of memory, operations, bytes it sends.
+    """Work of each device in a step: bytes of memory, operations, and bytes sent.
 
-    Rates: a copy moves 4.3 TB/s, products do 790 (bfloat16) and 400 TFLOP/s (TF32), GPUs of a
-    process copy rows to each other at 380 GB/s, and a sum over devices takes 21 us and its
-    bytes by a ring at 262 GB/s (27, 45 and 70 us for 1, 4 and 8 MB on four H200s).
+    Rates: a copy moves 4.3 TB/s, matrix products compute 790 (bfloat16) and 400 TFLOP/s (TF32),
+    GPUs of a process copy rows to each other at 380 GB/s. A sum over devices takes 21 us, and its
+    bytes pass a ring at 262 GB/s (27, 45 and 70 us for 1, 4 and 8 MB on four H200s).
     """
 
     memory: float
@@ -140,19 +143,19 @@ class Load:
 
     @property
     def work(self) -> float:
-        """Milliseconds of memory and products."""
+        """Milliseconds for memory accesses and matrix products."""
         return 1e3 * (self.memory / 4.3e12 + self.bfloat16 / 7.9e14 + self.tf32 / 4e14)
 
     @property
     def wire(self) -> float:
-        """Milliseconds of what crosses between devices."""
+        """Milliseconds for data sent between devices."""
         ring = self.summed / 262e9 + 21e-6 * self.sums
         return 1e3 * (self.copied / 380e9 + ring)
 
 
 @functools.cache
 def _distinct(draws: int, rows: int, skew: float) -> float:
-    """How many different ids are expected."""
+    """The expected number of distinct ids among `draws` draws."""
     share = np.arange(1.0, rows + 1) ** -skew if skew else np.ones(1)
     share /= share.sum() if skew else rows
     return float(-np.expm1(draws * np.log1p(-share)).sum() * (1 if skew else rows))
@@ -173,7 +176,7 @@ def load(name: str, way: str, devices: int, batch: int) -> Load:
 
 
 def _load_of_items(name: str, devices: int, batch: int) -> Load:
-    """Weights and their state are read and written, slopes in bfloat16 written and read."""
+    """Counts reads and writes of weights and their state, and of score gradients in bfloat16."""
     items, entries, hidden = 27_278, 144, (1024,) * 3
     if name != "epoch":
         items, entries, _ = CASES[name].given
@@ -194,7 +197,9 @@ def _load_of_items(name: str, devices: int, batch: int) -> Load:
 
 
 def _load_of_clicks(tables, dim, devices, batch, wire, narrow) -> Load:
-    """Eight passes over the rows of the bags, three over activations (`notes/dlrm_mesh.md`)."""
+    """Counts eight passes over the rows of the bags, and three over activations
+    (`notes/dlrm_mesh.md`).
+    """
     import sparsejax as sj
 
     vectors = len(tables) + 1
@@ -220,7 +225,7 @@ def _load_of_clicks(tables, dim, devices, batch, wire, narrow) -> Load:
     flops = 6 * batch / devices * weights
     own = batch / devices * (8 * 4 * dim * len(tables) + 3 * units)
     return Load(
-        own + 4 * sent,  # rows and gradients are written and read on both sides
+        own + 4 * sent,  # both sides write and read rows and gradients
         flops * narrow,
         flops * (not narrow),
         sent,
@@ -232,7 +237,9 @@ def _load_of_clicks(tables, dim, devices, batch, wire, narrow) -> Load:
 def _load_of_histories(
     name: str, axis: str, devices: int, batch: int, item: int
 ) -> Load:
-    """Tokens are divided over all devices; so are rows, but not along "data"."""
+    """Counts tokens and rows. Tokens are divided over all devices, rows are not divided over
+    "data".
+    """
     law, items = CASES[name].given
     skew = 1.05 if law == "zipf" else 0.0
     lengths = np.clip(np.random.default_rng(0).lognormal(np.log(50), 1, _USERS), 2, 200)
@@ -245,7 +252,7 @@ def _load_of_histories(
     if name.endswith("exact"):
         distinct = all_rows = items
     held = all_rows if axis == "data" else all_rows / devices
-    # A row by Adam has three arrays; 20 arrays of a block are written and read by each token.
+    # With Adam a row has three arrays. Each token reads and writes 20 arrays of a block.
     memory = 6 * 4 * _WIDTH * held + tokens * _WIDTH * (2 * 20 * 2 * 2 + 12)
     crossing = devices - 1 if axis == "data" else 2 * (devices - 1) / devices
     crossing *= distinct * _WIDTH * item
@@ -263,17 +270,20 @@ def committed() -> list[dict]:
 def measured(
     results: list[dict], part: str, *, run: str | None = None, device: str = _CARD
 ) -> dict:
-    """The result of a part on a card, of some run if that has it; else an empty dictionary."""
+    """The result of a part on a card, from the given run if it has one; an empty dict if there is
+    none.
+    """
     found = [r for r in results if r["of_part"] == part and r["device"] == device]
     return next((r for r in found if r.get("run") == run), (found or [{}])[0])
 
 
 def predicted(results, name: str, way: str, devices: int, batch: int) -> float:
-    """Milliseconds of a part: one device's time, shared out, and what crosses.
+    """Predicts milliseconds of a step: one device's time, divided, plus the time of communication.
 
-    Of one device's time a part does not depend on the batch, if half of a batch was measured.
-    What crosses takes as many times what its bytes say as it took on two devices, if those were
-    measured. Without any measurement the time is that of bytes and products.
+    If half of the batch was also measured on one device, the prediction includes a time that does
+    not depend on the batch. If two devices were measured, communication is scaled by the ratio of
+    their measured to their computed time. Without measurements, all is computed from bytes and
+    products.
     """
     base = CASES[name].batch
     if way == "beside":
@@ -283,7 +293,7 @@ def predicted(results, name: str, way: str, devices: int, batch: int) -> float:
         found = measured(results, f"{name} {way} {n} {size}")
         return found.get("milliseconds")
 
-    # Of the fewest devices that were measured.
+    # The result with the fewest devices that was measured.
     whole, other, n = next(
         ((t, w, n) for n in _DEVICES for w in ("one", way) if (t := known(w, n, base))),
         (None, way, devices),
@@ -305,11 +315,11 @@ def predicted(results, name: str, way: str, devices: int, batch: int) -> float:
     return fixed + more * own.work + wire * own.wire
 
 
-# Measurements
+# --- measurements ---
 
 
 def measure(part: str) -> Iterator[dict]:
-    """The result of a part; its prediction is printed before."""
+    """Prints the prediction of a part, then measures the part."""
     import jax
 
     name, way, *numbers = part.split()
@@ -348,7 +358,7 @@ def measure(part: str) -> Iterator[dict]:
 
 
 def _made(name: str, batch: int) -> tuple[Callable, Any, dict[str, Any]]:
-    """Function that makes model and optimizer, the data, and arguments of `fit`."""
+    """The function that makes model and optimizer, the data, and arguments of `fit`."""
     import jax
     from flax import nnx
 
@@ -414,7 +424,7 @@ def _made(name: str, batch: int) -> tuple[Callable, Any, dict[str, Any]]:
 
 
 def _own(*sizes: int, **options: Any):
-    """The model of histories on the page for models of one's own."""
+    """The model that docs/own_models.md shows."""
     page = (_HERE.parent / "docs/own_models.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     given: dict[str, Any] = {}
@@ -423,7 +433,9 @@ def _own(*sizes: int, **options: Any):
 
 
 def _mesh(way: str, devices: int):
-    """The context of a mesh over some devices; none for one, and for the way *beside*."""
+    """The context of a mesh over some devices. For one device, and for the way *beside*, no mesh
+    is set.
+    """
     import jax
 
     import sparsejax as sj
@@ -447,7 +459,7 @@ def _fitted(name: str, way: str, devices: int, batch: int) -> dict:
     options |= {"batch_size": batch, "seed": 0, **_WAYS[way][1]}
 
     def trained(pair: tuple[Any, Any], epochs: int = _EPOCHS) -> list[dict]:
-        # The first epoch compiles.
+        # The first epoch is omitted, because it compiles programs.
         model, optimizer = pair
         return sj.fit(model, optimizer, data, num_epochs=epochs, **options)
 
@@ -465,7 +477,8 @@ def _fitted(name: str, way: str, devices: int, batch: int) -> dict:
             states = (nnx.state(model, nnx.Param) for model, _ in (pair, other))
             same = jax.tree.map(lambda a, b: bool((a == b).all()), *states)
             result["same_bits_twice"] = all(jax.tree.leaves(same))
-        if on_gpu:  # what lies between the prediction and the time
+        # Kernel times show which part of the measured time the prediction lacks.
+        if on_gpu:
             steps = found[-1]["step"] // _EPOCHS * devices
             times = time_kernels(lambda _: trained(pair, 1), 1, warm=1)
             times = {kernel: each / steps for kernel, each in times.items()}
@@ -474,11 +487,13 @@ def _fitted(name: str, way: str, devices: int, batch: int) -> dict:
     return result
 
 
-# A large table
+# --- a large table ---
 
 
 def _rows_that_fit(devices: int, folder: str) -> int:
-    """Rows for half of the devices, and for two checkpoints and a half on the disk."""
+    """Number of rows for which half of the devices have memory, and the disk for two and a half
+    checkpoints.
+    """
     import jax
 
     row = 4 * (_BIG_DIM + 1)
@@ -492,7 +507,7 @@ def _rows_that_fit(devices: int, folder: str) -> int:
 def train_big(
     folder: str, rows: int, devices: int, batch: int, epochs: int, resume: bool = False
 ) -> list[dict]:
-    """Trains the table on some devices, and prints each epoch; those of this call."""
+    """Trains the table on some devices, and prints each epoch; returns the epochs of this call."""
     import sparsejax as sj
 
     dim, size = (8, 256) if batch < 1024 else (_BIG_DIM, 4 * batch)
@@ -512,7 +527,7 @@ def train_big(
 
 
 def _big(name: str, way: str, devices: int, batch: int) -> dict:
-    """A training is killed behind its first checkpoint, and half of the devices go on."""
+    """Kills a training after its first checkpoint, and resumes it on half of the devices."""
     import jax
 
     from sparsejax.engine.train.checkpoint import Checkpoints
@@ -558,7 +573,7 @@ def _fastest(entries: list[dict], batch: int) -> float:
 
 
 def _show(report: dict) -> None:
-    """Prints a row for each case, way and growth of the batch: measured cells are bold."""
+    """Prints a row for each case, way and growth of the batch. Measured cells are bold."""
     results, rows = report["results"], []
     for name, case in CASES.items():
         if name == "gowalla":

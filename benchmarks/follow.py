@@ -1,14 +1,13 @@
-"""From event to answer: how long until a predictor answers by what has just been clicked?
+"""Times how long a new event takes until a predictor's answers depend on it.
 
     python benchmarks/follow.py --kills 0 --output benchmarks/results/follow.json
     python benchmarks/follow.py --output benchmarks/results/follow_kills.json
 
-One process trains, `sparsejax train clicks/ --dynamic N --follow --changes changes/`; this one
-writes a file of events each second, and reads the changes into a predictor, which it asks all the
-time. An event happens at its place within the second of its file, so half a second passes before
-its file is there. After that the training is killed, again and again, at random moments, and
-resumed. In the end the changes must be the trained tables to the bit, and each event trained on
-once.
+One process trains, `sparsejax train clicks/ --dynamic N --follow --changes changes/`. This process
+writes a file of events each second, applies the changes to a predictor, and asks it all the time.
+The events of a file are spread over its second, so half a second passes on average before the file
+exists. Then the training is killed at random times, again and again, and resumed. In the end the
+changes must equal the trained tables bit by bit, and each event must be trained on once.
 """
 
 import argparse
@@ -42,7 +41,7 @@ SCHEMA = {
 
 
 def events(number, rate):
-    """The clicks of a second. A hundredth of the users is new."""
+    """The clicks of one second. One in a hundred users is new."""
     rng = np.random.default_rng(number)
     users = rng.zipf(1.3, rate) % USERS + number * USERS // 100
     items = rng.zipf(1.2, rate) % ITEMS
@@ -61,7 +60,7 @@ ASKED = events(0, 8).drop_columns("click")
 
 
 class Writer(threading.Thread):
-    """Writes a file each second, under another name first."""
+    """Thread that writes a file each second. A file is renamed when it is complete."""
 
     def __init__(self, folder, rate):
         super().__init__(daemon=True)
@@ -69,7 +68,7 @@ class Writer(threading.Thread):
         self.stopped = threading.Event()
 
     def write(self, end):
-        """Writes the next file, of the second that ends then."""
+        """Writes the file for the second that ends at `end`."""
         number = len(self.ends)
         table = events(number, self.rate)
         time.sleep(max(0.0, end - time.time()))
@@ -85,13 +84,13 @@ class Writer(threading.Thread):
             self.write(end)
 
     def end(self):
-        """Waits for the last file."""
+        """Waits until the last file is written."""
         self.stopped.set()
         self.join()
 
 
 class Training:
-    """The command, which may be killed and begun again."""
+    """The process of the training command, which may be killed and started again."""
 
     def __init__(self, place, seconds):
         (place / "schema.json").write_text(json.dumps(SCHEMA))
@@ -128,7 +127,7 @@ def wait_for(there, training):
 
 
 def latencies(place, predictor, writer, seconds):
-    """Seconds from each event to the answer by it, for events of so many seconds."""
+    """Seconds from each event to the first answer that uses it, for the events of some seconds."""
     steps = -(-writer.rate // BATCH)
     found, first, done = [], None, 0
     end = time.time() + seconds
@@ -136,7 +135,7 @@ def latencies(place, predictor, writer, seconds):
         taken = predictor.apply_changes(place / "changes")
         predictor.predict_records(ASKED)
         now, files = time.time(), taken.steps // steps
-        if first is None:  # what came before this reader
+        if first is None:  # these events were written before the reader started
             first = done = files
         for at in writer.ends[done:files]:
             found.append(now - at + 1 - (np.arange(writer.rate) + 0.5) / writer.rate)
@@ -146,7 +145,7 @@ def latencies(place, predictor, writer, seconds):
 
 
 def bytes_of(model, place):
-    """All of a model: its tables as files, and its other layers."""
+    """All parameters of a model as bytes: tables as files, and other layers."""
     place.mkdir()
     found, tables = {}, []
     for path, node in nnx.iter_graph(model):
@@ -185,7 +184,9 @@ def main():
 
 
 def result(place, args, training):
-    """Latencies, and whether kills have lost nothing."""
+    """Measures latencies, and tests whether any event was lost or repeated when the training was
+    killed.
+    """
     changes = place / "changes"
     wait_for(lambda: list(changes.glob("0*")), training)
     sj.Run.load(place / "run").export(place / "clicks.predictor")
@@ -199,9 +200,10 @@ def result(place, args, training):
         manifest = json.loads((link / "manifest.json").read_text())
         return manifest["steps"] // steps
 
-    wait_for(lambda: trained() > 0, training)  # programs are compiled
+    # The first steps compile programs, so they are not measured.
+    wait_for(lambda: trained() > 0, training)
     predictor = sj.load_predictor(place / "clicks.predictor")
-    for _ in range(3):  # programs are compiled
+    for _ in range(3):  # the first answers compile programs, so they are not measured
         predictor.apply_changes(changes)
         predictor.predict_records(ASKED)
         time.sleep(args.export_seconds)
@@ -209,7 +211,7 @@ def result(place, args, training):
     waits = latencies(place, predictor, writer, args.seconds)
     rng = np.random.default_rng(0)
     for _ in range(args.kills):
-        # Not before it has come further, else nothing is tried.
+        # A kill before any further step would test nothing.
         further = trained() + 1
         wait_for(lambda least=further: trained() >= least, training)
         time.sleep(rng.random() * args.export_seconds)

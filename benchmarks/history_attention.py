@@ -3,9 +3,9 @@
     python benchmarks/history_attention.py run [--commit NAME]    on a GPU
     python benchmarks/history_attention.py table                  anywhere
 
-Operations are those of the pairs that count: two products forward, five backward. Results
+Only operations of the pairs that count are counted: two products forward, five backward. Results
 of some histories are checked against float64 before they are timed. A part is an
-implementation, its biases and histories; each is a process.
+implementation with its biases and histories; each part is a process.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from report import command, largest
 from timing import relative_error, time_jax, time_kernels, time_torch
 
 _TOKENS, _HEADS, _DIM = 65_536, 4, 64
-_BATCHES = 2  # draws of lengths
-# Where XLA's form and torch, which take long to compile, are measured too.
+_BATCHES = 2  # number of batches, each with its own random lengths
+# The workloads on which XLA's form and torch are measured, too. Both take long to compile.
 _PEERS = "128 filled", "512 filled", "512 as in logs"
-# NVIDIA's kernel of CUTLASS, forward and backward, batch 256, without biases (TFLOP/s).
+# Published TFLOP/s of NVIDIA's CUTLASS kernel, forward and backward, with batch 256 and without
+# biases.
 _NVIDIA = {
     128: (42, 41),
     256: (80, 95),
@@ -68,7 +69,7 @@ WORKLOADS = [
 ]
 
 
-# Parts, by what they measure.
+# Parts by name: implementation, whether there are biases, and workload.
 PARTS: dict[str, tuple[str, bool, Workload]] = {
     f"{implementation}-{'both' if biased else 'none'}-{workload.name.replace(' ', '-')}": (
         implementation,
@@ -79,7 +80,7 @@ PARTS: dict[str, tuple[str, bool, Workload]] = {
     for biased, workload in itertools.product((False, True), WORKLOADS)
     if {
         "mosaic_gpu": True,
-        # A softmax without biases.
+        # cuDNN computes softmax without biases.
         "cudnn": workload.kind == "filled" and not biased,
     }.get(implementation, biased and workload.name in _PEERS)
 }
@@ -100,13 +101,14 @@ def _operands(seed: int) -> np.ndarray:
 
 
 def make(workload: Workload, seed: int):
-    """q, k, v, dy, indptr, times, and the biases, on the host."""
+    """Draws q, k, v, dy, indptr, times and biases on the host."""
     rng, operands = np.random.default_rng(seed), _operands(seed)
     lengths = workload.lengths(seed)
     indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     times = np.cumsum(rng.exponential(3e4, _TOKENS)).astype(np.float32)
     for start, end in itertools.pairwise(indptr):
-        times[start:end] -= times[start]  # exact to a second
+        # Times start at 0, so that float32 represents them exactly to a second.
+        times[start:end] -= times[start]
     biases = [
         rng.standard_normal(n).astype(np.float32) / 4 for n in (workload.length, 128)
     ]
@@ -114,13 +116,15 @@ def make(workload: Workload, seed: int):
 
 
 def operations(indptr: np.ndarray) -> float:
-    """Of one product of the pairs that count."""
+    """Operations of one matrix product over the pairs that count."""
     lengths = np.diff(indptr).astype(np.float64)
     return float(np.sum(lengths * (lengths + 1) / 2) * 2 * _HEADS * _DIM)
 
 
 def error_of(found, data, which: str) -> float:
-    """Relative error of two histories' results or gradients (of long ones, a head's)."""
+    """The relative error of the results, or gradients, of two histories (for long ones, of one
+    head).
+    """
     q, k, v, dy, indptr, times, place, time = data
     wanted, given = [], []
     for history in {0, int(np.argmin(np.diff(indptr)))}:
@@ -217,7 +221,7 @@ def _measure_jax(
 
 
 def _measure_cudnn(workload, inputs, data):
-    """Softmax over filled places."""
+    """Times cuDNN's softmax attention on histories of equal length."""
     import jax
 
     def forward(q, k, v, dy, *_):
@@ -238,7 +242,9 @@ def _measure_cudnn(workload, inputs, data):
 
 
 def _measure_torch(workload: Workload) -> Iterator[dict]:
-    """HSTU's attention as public implementations have it: padded, by einsum, compiled."""
+    """Times HSTU's attention as public implementations have it: padded, with einsum, compiled by
+    torch.
+    """
     import torch  # pyrefly: ignore[missing-import]
 
     length = workload.length

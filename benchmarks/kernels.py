@@ -3,7 +3,7 @@
     python benchmarks/kernels.py run [--only 'top_k *'] [--commit NAME]    on a GPU
     python benchmarks/kernels.py table                                     anywhere
 
-gather_matmul: sums of the rows of a matrix that a batch names.
+gather_matmul: sums of the matrix rows that a batch reads.
 scatter_gradient: *gradient* is the summed rows of `x^T dy` that the batch touches, with the sort
 of its entries; *step* is the gather-matmul, that gradient, and an Adagrad update in place.
 output_loss: the loss of an output layer and its gradients in `h` and the kernel, with bfloat16
@@ -38,7 +38,7 @@ from timing import (
 )
 from workloads import BIG, ML20M, ML20M_256, OUTPUTS, WORKLOADS, Workload, make_rows
 
-_STACK = 16  # steps whose entries are sorted at once
+_STACK = 16  # number of steps whose entries are sorted together
 _RATE, _EPS = 0.05, 1e-7
 _K = 100
 _ROWS_OF_OUTPUT, _CHECKED = 4, 16
@@ -47,7 +47,7 @@ _RULES = {
     "l2": "l2_loss",
     "softmax": "softmax_cross_entropy",
 }
-# Tokens, width and classes of `linear_cross_entropy`.
+# Number of tokens, width and number of classes for `linear_cross_entropy`.
 _CLASSES = (
     (8_192, 512, 256_000),
     (8_192, 64, 1_000_000),
@@ -58,12 +58,12 @@ _CLASSES = (
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Functions that make the same of the same inputs.
+    """Functions of several libraries that compute equal results from equal inputs.
 
     Attributes:
-      names: values that stand in each result.
-      inputs: arguments of equal shapes.
-      candidates: the functions.
+      names: values that are added to each result.
+      inputs: tuples of arguments, of equal shapes.
+      candidates: the functions by name.
       check: function that returns the error of a function's first results, or raises.
       more: microseconds that are added to the time of a candidate.
       measure: function that replaces `measure_jax` or `measure_torch`.
@@ -100,7 +100,7 @@ def _batches(workload: Workload, count: int) -> list[tuple[np.ndarray, np.ndarra
 
 
 def _repeated(rows: int, columns: int, scale: float = 1.0) -> np.ndarray:
-    """A matrix that repeats numbers, an odd count, so that equal rows are far apart."""
+    """A matrix that repeats an odd count of numbers, so that equal rows are far apart."""
     block = scale * np.random.default_rng(1).standard_normal(2**24 - 37, np.float32)
     return np.resize(block, (rows, columns))
 
@@ -117,7 +117,9 @@ def _csr(batch: tuple[np.ndarray, np.ndarray], num_cols: int):
 
 
 def _product(workload: Workload, dtype: str, w: np.ndarray) -> tuple[dict, Callable]:
-    """Names of a result, and its check in some rows, the longest among them."""
+    """The names of a trial's values, and a check of some result rows, with the longest among
+    them.
+    """
     ((indices, indptr), *_) = _batches(workload, 3)
     lengths = np.diff(indptr)
     some = np.random.default_rng(2).integers(0, len(lengths), 16)
@@ -177,7 +179,7 @@ def _gather_in_torch(workload: Workload) -> Iterator[Trial]:
 
 
 def _touched(workload: Workload):
-    """Gradients of outputs, rows that the first batch touches, and their gradients."""
+    """Gradients of outputs, the rows that the first batch touches, and their exact gradients."""
     rng = np.random.default_rng(1)
     dys = rng.standard_normal((4, workload.batch, workload.hidden), np.float32)
     ((indices, indptr), *_) = _batches(workload, 4)
@@ -188,7 +190,7 @@ def _touched(workload: Workload):
     expected = np.stack([dy[rows[indices == row]].sum(0) for row in some])
 
     def check(found) -> float:
-        """A gradient is dense, or has ids and values."""
+        """Checks a gradient, which is either dense or consists of ids and values."""
         place, values = some, found
         if isinstance(found, tuple):
             place, values = np.searchsorted(on_host(found[0]), some), found[1]
@@ -228,7 +230,7 @@ def _gradients_in_jax(workload: Workload) -> Iterator[Trial]:
     }
     candidates["XLA scatter-add, dense"] = dense
     yield Trial(names, inputs, candidates, check)
-    # Ours sorts the entries of many steps at once.
+    # Our library can sort the entries of many steps together.
     before, name = sort(stack), "mosaic_gpu, sorted by dispatch"
     inputs = [(jax.tree.map(lambda x, i=i: x[i], before), dys[i]) for i in range(4)]
     candidates = {name: functools.partial(rows, "mosaic_gpu")}
@@ -248,7 +250,7 @@ def _gradients_in_jax(workload: Workload) -> Iterator[Trial]:
 
     def check_step(moved) -> float:
         move = -_RATE * expected / np.sqrt(expected**2 + _EPS)
-        # The difference of two weights has few digits.
+        # The difference of two nearly equal weights has few correct digits.
         return relative_error(moved[some], move, 1e-4)
 
     names = names | {"task": "step"}
@@ -294,9 +296,10 @@ def _plain_step(dys, stack, i, carry):
 
 
 def _per_step(step: Callable, inputs: list[tuple], check: Callable) -> dict:
-    """Microseconds of a step in a loop that is one program, as training is.
+    """Microseconds of a step inside a loop that is one program, as in training.
 
-    The time is the difference of two loops, so that no launch is in it.
+    This is the difference between two loops of different lengths, so that no launch time is
+    included.
     """
     import jax
     import jax.numpy as jnp
@@ -360,7 +363,7 @@ def _gradients_in_torch(workload: Workload) -> Iterator[Trial]:
         "torch embedding_bag, sparse + coalesce": coalesced,
         "torch embedding_bag, dense": dense,
     }
-    # Of forward and backward together, the forward is taken off.
+    # The backward time is the time of forward and backward together, minus that of the forward.
     alone = dict.fromkeys(candidates, -time_torch(bag, inputs).kernel)
     yield Trial(names, inputs, candidates, check, alone)
 
@@ -386,7 +389,7 @@ def _gradients_in_torch(workload: Workload) -> Iterator[Trial]:
 
 @functools.cache
 def _operands(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """h `[2, batch, hidden]` and kernel, of a size that makes scores of about 1."""
+    """Draws h `[2, batch, hidden]` and a kernel, scaled so that scores are about 1."""
     size, rows = workload.hidden**-0.25, -(-workload.features // 256) * 256
     shape = 2, workload.batch, workload.hidden
     h = size * np.random.default_rng(2).standard_normal(shape, np.float32)
@@ -394,7 +397,7 @@ def _operands(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _outputs_in_jax(workload: Workload) -> list[tuple]:
-    """For each batch: h, kernel, CSR; h and the kernel are bfloat16."""
+    """The inputs of each batch: h and kernel in bfloat16, and the labels as a CSR."""
     import jax.numpy as jnp
 
     h, kernel = (jnp.asarray(x, jnp.bfloat16) for x in _operands(workload))
@@ -403,7 +406,7 @@ def _outputs_in_jax(workload: Workload) -> list[tuple]:
 
 
 def _outputs_in_torch(workload: Workload, *, trained: bool) -> list[tuple]:
-    """For each batch: h, kernel, and the rows and columns of its entries."""
+    """The inputs of each batch: h, kernel, and the rows and columns of the labels."""
     import torch  # pyrefly: ignore[missing-import]
 
     def put(array):
@@ -421,9 +424,9 @@ def _outputs_in_torch(workload: Workload, *, trained: bool) -> list[tuple]:
 
 @functools.cache
 def _exact(workload: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scores of the first rows in float64, whether each item is listed, and the kernel.
+    """The scores of the first rows in float64, a mask of their labels, and the kernel.
 
-    The operands are rounded to bfloat16 first.
+    Operands are rounded to bfloat16 first.
     """
     from ml_dtypes import bfloat16
 
@@ -440,7 +443,7 @@ def _exact(workload: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _loss_trial(workload: Workload, loss: str, inputs: list, candidates: dict) -> Trial:
-    """The check is of some rows of the gradient of `h` in the first batch."""
+    """Makes a trial that checks some rows of the gradient of `h` in the first batch."""
     scores, listed, kernel = _exact(workload)
     labels = listed.astype(np.float64)
     if loss == "softmax":
@@ -471,7 +474,7 @@ def _loss_in_jax(workload: Workload) -> Iterator[Trial]:
         return jax.value_and_grad(loss, (0, 1))
 
     def dense(loss):
-        """Autodiff of the loss of dense labels, as one writes it without a library."""
+        """Autodiff of a loss of dense labels, as one writes it without a library."""
 
         def function(h, kernel, labels):
             scores = (h @ kernel[: labels.num_cols].T).astype(jnp.float32)
@@ -512,13 +515,15 @@ def _loss_in_torch(workload: Workload) -> Iterator[Trial]:
         losses = {"torch": loss, "torch.compile": torch.compile(loss, dynamic=False)}
         candidates = {key: _with_gradients(made) for key, made in losses.items()}
         trial = _loss_trial(workload, name, inputs, candidates)
-        kept = inputs[0][1].nbytes  # the gradient of the kernel
+        kept = inputs[0][1].nbytes  # bytes of the result: the gradient of the kernel
         measure = functools.partial(measure_torch, kept=kept)
         yield dataclasses.replace(trial, measure=measure)
 
 
 def _with_gradients(loss: Callable) -> Callable:
-    """Function that returns a loss of torch, and its gradients in two arguments."""
+    """Makes a function that returns a torch loss and its gradients with respect to two
+    arguments.
+    """
     import torch  # pyrefly: ignore[missing-import]
 
     def step(h, kernel, *others):
@@ -534,7 +539,7 @@ def _best_trial(workload: Workload, inputs: list, candidates: dict) -> Trial:
     best = np.sort(allowed)[:, ::-1][:, :_K]
 
     def check(found) -> None:
-        """Raises ValueError if a row's best are not these, but for ties by rounding."""
+        """Raises ValueError if the ids of a row are not its best items, up to ties by rounding."""
         ids, got = (on_host(x[:_ROWS_OF_OUTPUT]) for x in found)
         chosen = np.take_along_axis(allowed, ids.astype(int), axis=1)
         if any(len(set(row.tolist())) != _K for row in ids):
@@ -585,13 +590,13 @@ def _best_in_torch(workload: Workload) -> Iterator[Trial]:
 
 
 def _classes_trial(shape: tuple, inputs: tuple, candidates: dict, xp: Any) -> Trial:
-    """The check is of some rows of both gradients; the exact ones are in float32.
+    """Makes a trial that checks some rows of both gradients against float32.
 
     Args:
-      shape: tokens, width and classes.
+      shape: number of tokens, width and number of classes.
       inputs: h, kernel and targets.
-      candidates: functions of them.
-      xp: `jax.numpy` or `torch`, whose products are exact now.
+      candidates: functions of these inputs.
+      xp: `jax.numpy` or `torch`, whose products must be set to full precision.
     """
     h, kernel, targets = inputs
     dtype = str(h.dtype).removeprefix("torch.")
@@ -645,7 +650,7 @@ def _classes_in_jax(shape: tuple, *, plain: bool = False) -> Iterator[Trial]:
     for dtype in ("bfloat16",) if plain else _dtypes(shape):
         keys = jax.random.split(jax.random.key(0), 3)
         h = jax.random.normal(keys[0], (tokens, hidden), dtype)
-        rows = -(-items // 256) * 256  # of a kernel as a layer stores it
+        rows = -(-items // 256) * 256  # number of kernel rows, padded as in a layer
         kernel = jax.random.normal(keys[1], (rows, hidden), dtype) * hidden**-0.5
         inputs = h, kernel, jax.random.randint(keys[2], (tokens,), 0, items)
         ours = functools.partial(linear_cross_entropy, num_items=items)
@@ -657,7 +662,7 @@ def _classes_in_jax(shape: tuple, *, plain: bool = False) -> Iterator[Trial]:
         with jax.default_matmul_precision("highest"):
             trial = _classes_trial(shape, inputs, graded, jnp)
         yield trial
-        if not plain:  # other gradients
+        if not plain:  # the gradients of other variants differ, so they are not checked
             graded = {"half of the targets ignored": jax.value_and_grad(half, (0, 1))}
             yield Trial(trial.names, [inputs], graded, lambda _: None)
 
@@ -709,8 +714,8 @@ def _liger(shape: tuple) -> dict[str, Callable]:
         LigerFusedLinearCrossEntropyFunction as Function,
     )
 
-    # Its own choice is tokens hidden / items tokens at a time: one, if there are many
-    # items. Larger chunks are faster: here 2^30 scores.
+    # By default it processes tokens hidden / items tokens at a time, which is one token if there
+    # are many items. Larger chunks are faster: here they have 2^30 scores.
     tokens, hidden, items = shape
     size = min(tokens, 2 ** (2**30 // items).bit_length() // 2)
     factor = max(1, -(-items * size // (tokens * hidden)))
@@ -719,7 +724,7 @@ def _liger(shape: tuple) -> dict[str, Callable]:
     return {"liger-kernel": lambda *given: Function.apply(*given, *options)[0]}
 
 
-# The measuring functions of each operation by library, and its cases.
+# For each operation, its measuring functions by library, and its cases.
 _OPERATIONS: dict[str, tuple[dict[str, Callable], tuple]] = {
     "gather_matmul": ({"jax": _gather_in_jax, "torch": _gather_in_torch}, WORKLOADS),
     "scatter_gradient": (
@@ -741,7 +746,7 @@ _OPERATIONS: dict[str, tuple[dict[str, Callable], tuple]] = {
 
 
 if __name__ == "__main__":
-    # The profiler does not see the kernels of a conditional in a command buffer.
+    # Without this flag, the profiler does not record kernels of a conditional in a command buffer.
     flags = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
     parts = {
         f"{name} {library}": flags if name == "linear_cross_entropy" else {}

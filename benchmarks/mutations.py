@@ -1,11 +1,12 @@
-"""Which faults the tests see: each is put into a copy of the tree, and tests run on it.
+"""Finds faults that no test detects: puts each fault into a copy of the tree, and runs tests.
 
     python benchmarks/mutations.py [--output FILE] [--seconds 28800] [--each SECONDS] [--workers 1]
 
-The faults are in `faults.json`. For each fault the quick tests run whose imports reach the file, the nearest first, until one
-fails. If none does, the slow ones follow. What is left is a fault that no test sees. Results are
-written as they come, so that a run may end at any time, and the next one tries the others. A fault
-whose line has changed is left out, and named: choose another one like it.
+The faults are in `faults.json`. For each fault, the quick tests whose imports reach the file run,
+the nearest first, until one fails. If none fails, the slow tests run. If none of these fails, no
+test detects the fault. Each result is written at once, so a run may be stopped at any time, and the
+next run tries the other faults. A fault whose line has changed is skipped, and named: replace it by
+a similar one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import time
 from typing import Any
 
 _TREE = pathlib.Path(__file__).resolve().parent.parent
-# Lists of a file, the text that stands there once, and the text that takes its place.
+# Each fault is a list: a file, a text that it contains once, and the replacement.
 FAULTS = json.loads((_TREE / "benchmarks" / "faults.json").read_text())
 
 
@@ -60,13 +61,15 @@ def main() -> None:
 
 
 def _can_be_made(fault: list[str]) -> bool:
-    """Whether the file is there, and has the text of the fault once."""
+    """Whether the file exists, and contains the fault's text exactly once."""
     path = _TREE / fault[0]
     return path.is_file() and path.read_text().count(fault[1]) == 1
 
 
 def _distances() -> dict[pathlib.Path, dict[pathlib.Path, int]]:
-    """For each file of tests, how many imports lead from it to each file."""
+    """For each test file, the number of imports in the shortest chain from it to each other
+    file.
+    """
     folders = ("sparsejax", "pallas_kernels", "tests")
     files = [path for folder in folders for path in (_TREE / folder).rglob("*.py")]
     names = {}
@@ -74,14 +77,15 @@ def _distances() -> dict[pathlib.Path, dict[pathlib.Path, int]]:
         parts = path.relative_to(_TREE).with_suffix("").parts
         names[".".join(part for part in parts if part != "__init__")] = path
         if parts[0] == "tests":
-            names.setdefault(path.stem, path)  # tests import each other so
+            # Test files import each other by this name.
+            names.setdefault(path.stem, path)
     imports = {
         path: {names[name] for name in _imported(path) if name in names}
         for path in files
     }
     return {
         path: _reached(path, imports)
-        for path in files  # `as_user` has other fixtures
+        for path in files  # `as_user` is excluded, because its fixtures differ
         if path.name.startswith("test_") and path.parent.name != "as_user"
     }
 
@@ -107,9 +111,9 @@ def _reached(start: pathlib.Path, imports: dict) -> dict[pathlib.Path, int]:
 
 
 def _tried(fault: list[str], distances: dict, end: float, each: float) -> dict | None:
-    """The fault with the test that sees it, if one does; None if all time is over.
+    """Returns the fault with the first test that detects it, if any; None if all time is over.
 
-    If the time for one fault is over, it has the tier in which that was.
+    If the time for this fault is over, the result names the tier of tests that was running.
     """
     name, old, new = fault
     text = (_TREE / name).read_text()
@@ -131,11 +135,12 @@ def _tried(fault: list[str], distances: dict, end: float, each: float) -> dict |
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder, "tree")
-        # Compiled modules stay: each is checked by its source's time and size.
+        # Compiled modules are copied too: Python checks them by the time and size of their source.
         left_out = shutil.ignore_patterns(".*", "results")
         shutil.copytree(_TREE, copy, ignore=left_out)
         (copy / name).write_text(text.replace(old, new))
-        # To collect all tests takes longer than to run those of the file itself.
+        # The nearest tests run first, because collecting all tests takes longer than running the
+        # nearest.
         parts = tests[:2], tests[2:16], tests[16:]
         tiers = "not slow and not release", "slow or release"
         for tier, some in ((tier, part) for tier in tiers for part in parts):

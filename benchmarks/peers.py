@@ -1,4 +1,4 @@
-"""Peers' models in torch, as one writes them. Each stands here once."""
+"""Models of other libraries in torch, as one writes them. Each is defined only here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BUCKETS = 128
 
 
 def layers(*sizes: int, activated: bool = False):
-    """Linear layers with ReLU between them, and at the end if it is `activated`."""
+    """Linear layers with ReLU between them; with `activated`, also after the last one."""
     parts = []
     for a, b in itertools.pairwise(sizes):
         parts += [nn.Linear(a, b), nn.ReLU()]
@@ -21,7 +21,7 @@ def layers(*sizes: int, activated: bool = False):
 
 
 class DLRM(nn.Module):
-    """Logits of dense columns `[batch, dense]` and rows `[batch, tables, dim]`."""
+    """DLRM: logits from dense columns `[batch, dense]` and rows `[batch, tables, dim]`."""
 
     def __init__(self, dense: int, tables: int, dim: int, bottom: tuple, top: tuple):
         super().__init__()
@@ -39,7 +39,7 @@ class DLRM(nn.Module):
 
 
 class Clicks(nn.Module):
-    """The loss of a DLRM whose tables are one, from ids `[batch, tables]`."""
+    """The loss of a DLRM whose tables are stored as a single one, from ids `[batch, tables]`."""
 
     def __init__(self, dense: int, rows: tuple[int, ...], dim: int, hidden: tuple):
         super().__init__()
@@ -55,7 +55,9 @@ class Clicks(nn.Module):
 
 
 class Shared(nn.Module):
-    """Logits of two labels, by experts that both share or have alone, and a tower for each."""
+    """Logits of two labels, from experts that are shared or belong to a label, and a tower for
+    each label.
+    """
 
     def __init__(self, kind: str, inputs: int, hidden: tuple):
         super().__init__()
@@ -70,7 +72,7 @@ class Shared(nn.Module):
         found = [expert(x) for expert in self.experts]
         logits = []
         for i, tower in enumerate(self.towers):
-            # A label's own experts, then the shared ones.
+            # The experts of this label, then the shared ones.
             mine = found[2 * i : 2 * i + 2] + found[4:] if self.kind == "PLE" else found
             y = mine[0]
             if self.gates:
@@ -81,7 +83,9 @@ class Shared(nn.Module):
 
 
 class DIN(nn.Module):
-    """The loss of a DIN, whose history is weighed by the candidate; `top` has two labels."""
+    """The loss of a DIN, which weights a history by the candidate; `top` names the kind of its
+    layers for two labels.
+    """
 
     def __init__(
         self, dense: int, ids: int, dim: int, attention: tuple, hidden: tuple, top: str
@@ -104,7 +108,7 @@ class DIN(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """The loss of a softmax over all items, of which a row has several."""
+    """The loss of an autoencoder: softmax over all items; a row has several labels."""
 
     def __init__(self, items: int, hidden: int):
         super().__init__()
@@ -119,7 +123,7 @@ class Autoencoder(nn.Module):
 
 
 class _Softmax(nn.Module):
-    """A block of SASRec."""
+    """A block of SASRec, with softmax attention."""
 
     def __init__(self, width: int, heads: int, length: int, dropout: float):
         super().__init__()
@@ -140,7 +144,7 @@ class _Softmax(nn.Module):
 
 
 class _Pointwise(nn.Module):
-    """A block of HSTU: padded, its scores by einsum."""
+    """A block of HSTU on padded histories, whose scores are computed by einsum."""
 
     def __init__(self, width: int, heads: int, length: int, dropout: float):
         super().__init__()

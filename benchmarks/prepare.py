@@ -3,11 +3,11 @@
     python benchmarks/prepare.py --events 100000000 --memory 4GB
 
 It makes events in a folder (text users and items, integer times; the popularity of items falls
-as in a shop), prepares them in a process of its own, and writes `results/prepare.json`, or the
-file of `--output`. With `--folder` the events stay there for the next time. Seconds of a core
-are the processor's, of all threads; peak memory is the whole process's (VmHWM). The load average
-says how busy the machine was with other work. Under `taskset` the engine takes as many threads
-as it has cores.
+as in a shop), prepares them in a separate process, and writes `results/prepare.json`, or the file
+that `--output` names. With `--folder` the events are kept for the next run. Processor seconds are
+summed over all threads; peak memory is that of the whole process (VmHWM). The load average shows
+how busy the machine was with other work. Under `taskset` the engine uses as many threads as it has
+cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from report import RESULTS, peak_host_bytes, save, versions
 
 import sparsejax as sj
 
-_BLOCK = 2**20  # events that are generated at a time
+_BLOCK = 2**20  # number of events that are generated at a time
 _EVENTS_PER_USER, _EVENTS_PER_ITEM = 20, 200
 
 
@@ -52,7 +52,7 @@ def main() -> None:
         if not source.exists():
             make_events(source, arguments.events)
         load = os.getloadavg()[0]
-        # In a process of its own, whose memory is that of `prepare` alone.
+        # A separate process, so that its peak memory is that of `prepare` alone.
         words = [sys.executable, __file__, "time", str(source), arguments.memory]
         result = json.loads(subprocess.check_output(words))
         size = source.stat().st_size
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def make_events(path: pathlib.Path, count: int) -> None:
-    """Writes events of random users, and of items of which few are frequent."""
+    """Writes events of random users. A few of the items are frequent."""
     rng = np.random.default_rng(0)
     users, items = count // _EVENTS_PER_USER + 1, count // _EVENTS_PER_ITEM + 1
     fields = {"user": pa.string(), "item": pa.string(), "time": pa.int64()}
@@ -95,7 +95,7 @@ def _named(prefix: str, numbers: np.ndarray) -> pa.Array:
 
 
 def timed(path: str, memory: str) -> dict[str, Any]:
-    """Prepares a file, holding out the last entry of each user."""
+    """Times `prepare` on a file, which holds out the last entry of each user."""
     start, cpu = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory(dir=pathlib.Path(path).parent) as folder:
         out = pathlib.Path(folder, "prepared")

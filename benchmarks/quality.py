@@ -55,14 +55,14 @@ _FILES = {
     "beauty": "Beauty.txt.xz",
     "ml-20m-1024": "movielens_input_1024.txt.xz",
 }
-# Epochs and hidden units; None is the default.
+# Number of epochs (None is the default) and hidden units of each training.
 _TRAININGS = {"gowalla": ((None, 256), (50, 256), (50, 512))}
 _METRICS = ("recall@20", "ndcg@20", "coverage@20", "gini@20", "mean_popularity@20")
-# From the bias of an item's score, this times the log of its entries is subtracted.
+# Factors: this times the log of an item's entries is subtracted from its bias.
 _PENALTIES = (0.25, 0.5, 1.0)
 _EASE_ITEMS = 15_000
 
-_EPOCHS = {"gowalla": 80, "ml-1m": 150, "msweb": 60}  # of `settings`
+_EPOCHS = {"gowalla": 80, "ml-1m": 150, "msweb": 60}  # number of epochs for `settings`
 _DEFAULTS = {"hidden": 256, "temperature": 0.1, "corruption": 0.5}
 _VALUES: dict[str, tuple[Any, ...]] = {
     "hidden": (32, 64, 128, 256, 512, 1024),
@@ -71,9 +71,9 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 }
 _PLOT = pathlib.Path(__file__).resolve().parents[1] / "docs" / "settings.svg"
 
-# Model, negatives (None is the exact softmax) and their sampler, whether the last but one items
-# are trained on, and the dtype of layers. Published models are not trained on them;
-# `sparsejax train` is given all that is known.
+# Model; number of negatives (None is the exact softmax); their sampler; whether the last but one
+# items are trained on; dtype of layers. Published models are not trained on these items, but
+# `sparsejax train` is trained on everything known.
 _HISTORIES = (
     ("hstu", None, "uniform", False, "float32"),
     ("hstu", None, "uniform", False, "bfloat16"),
@@ -90,12 +90,13 @@ _HISTORIES = (
     ("hstu", 1024, "uniform", False, "bfloat16"),
 )
 _NAMES = "model", "negatives", "sampler", "trained on the last but one", "dtype"
-_FEW = 40  # entries of a user, so that the history is short for any number of places
+# Most entries of a user who counts as having few: for any number of places, the history is short.
+_FEW = 40
 _K = 10
 
-_WIDTH, _LENGTH, _BATCH = 256, 50, 256  # of `step`
+_WIDTH, _LENGTH, _BATCH = 256, 50, 256  # sizes for `step`
 _VECTORS, _TAGS, _KINDS = 768, 20, 100_000
-# Makes the results of a trial from its seed.
+# For each name, a function that yields the results of a trial with a given seed.
 Trials = dict[str, Callable[[int], Iterator[dict]]]
 
 
@@ -126,7 +127,9 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    """One seed of all trials after the other, so that an early end leaves some of each."""
+    """Runs all trials with one seed, then with the next seed, so that an early end leaves results
+    of each trial.
+    """
     action, results = arguments.action, []
     trials = {
         name: trial
@@ -142,7 +145,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _fitted(config: Any, train: Any, seed: int, epochs: int | None, features=None):
-    """A model, trained by the recipe, and how long that took."""
+    """Trains a model by the recipe; returns it and its training time."""
     start = time.perf_counter()
     how = sj.training.recipe(config, train, num_epochs=epochs)
     modules = sj.build(config, train, how.rule, item_features=features, seed=seed)
@@ -161,10 +164,11 @@ def _matrix(folder: pathlib.Path, name: str) -> Any:
     file = _FILES[name]
     if file is None:
         return sj.datasets.msweb().train
-    return sj.read(folder / file).without_values()  # times, in one file
+    # One file has times as values, which are removed.
+    return sj.read(folder / file).without_values()
 
 
-# defaults
+# --- defaults ---
 
 
 def _defaults(arguments: argparse.Namespace) -> Trials:
@@ -182,7 +186,7 @@ def _defaults(arguments: argparse.Namespace) -> Trials:
 def _by_default(
     folder: pathlib.Path, name: str, epochs: int | None, hidden: int, seed: int
 ) -> Iterator[dict]:
-    """The metrics of each form of a model."""
+    """Trains a model by the defaults; yields the metrics of each form of it."""
     train = _matrix(folder, name)
     if name == "gowalla":
         test = sj.read(folder / "test.txt.xz", features=train)
@@ -219,11 +223,11 @@ def _by_default(
         yield measured("EASE", sj.baselines.ease(train))
 
 
-# settings
+# --- settings ---
 
 
 def _settings(arguments: argparse.Namespace) -> Trials:
-    """The defaults with three seeds, then one departure from them at a time."""
+    """The trials: the defaults with three seeds, then with one setting changed at a time."""
     departures = [{name: v} for name, values in _VALUES.items() for v in values]
     others = [d for d in departures if not d.items() <= _DEFAULTS.items()]
     return {
@@ -238,7 +242,7 @@ def _settings(arguments: argparse.Namespace) -> Trials:
 def _with_setting(
     folder: pathlib.Path, name: str, departure: dict[str, Any], seed: int
 ) -> Iterator[dict]:
-    """The curve of the validation metric."""
+    """Trains with one changed setting; yields the validation metric after each epoch."""
     if seed >= (1 if departure else 3):
         return
     data = _matrix(folder, name)
@@ -267,7 +271,7 @@ def _with_setting(
 
 
 def _plot(results: list[dict]) -> None:
-    """Four panels: each setting, and the epochs of the defaults."""
+    """Draws four panels: one for each setting, and one for the epochs of the defaults."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -305,7 +309,7 @@ def _plot(results: list[dict]) -> None:
     figure.savefig(_PLOT, metadata={"Date": None})
 
 
-# histories
+# --- histories ---
 
 
 def _history_config(train: Any, name: str, dtype: str | None = None, **more) -> Any:
@@ -339,9 +343,9 @@ def _histories(arguments: argparse.Namespace) -> Trials:
 
 
 def _places(arguments: argparse.Namespace) -> Trials:
-    """HSTU with histories of several lengths; all others is the recipe."""
+    """Trials of HSTU with several lengths of histories. All other settings are the recipe's."""
     text = lzma.decompress((arguments.data / _FILES["ml-20m-1024"]).read_bytes())
-    # A time follows its item after a comma. They are too large for float32 values.
+    # In the files, a time follows its item after a comma. Times are too large for float32 values.
     events = [
         (user, *event.split(","))
         for user, entries in map(str.split, text.decode().splitlines())
@@ -371,7 +375,7 @@ def _places(arguments: argparse.Namespace) -> Trials:
     }
 
 
-# content
+# --- content ---
 
 
 def _content(arguments: argparse.Namespace) -> Trials:
@@ -405,7 +409,9 @@ def _content(arguments: argparse.Namespace) -> Trials:
 
 
 def _by_entries(model: Any, parts: tuple) -> dict[str, float]:
-    """Figures of the last items by their entries, and of the last but one in all."""
+    """Metrics of the last items, grouped by the items' number of entries; and of all last but one
+    items.
+    """
     shown, wanted, known, chosen = parts
     found = sj.evaluate(
         model, shown, wanted, k=_K, exclude=shown, popularity=known, by="entries"
@@ -466,7 +472,7 @@ def _step(kind: str, items: int) -> Iterator[dict]:
 
 
 def _timed(model: Any, optimizer: Any, histories: jax.Array) -> dict:
-    """Times of steps, and the most memory that the process has had until then."""
+    """Times steps, and measures the largest memory that the process has used until then."""
 
     @sj.jit
     def step(model, optimizer, histories):
@@ -491,7 +497,7 @@ def _timed(model: Any, optimizer: Any, histories: jax.Array) -> dict:
     }
 
 
-# The trials of each action, and the names that set its results apart.
+# The trials of each action, and the keys that distinguish its results.
 _ACTIONS: dict[str, tuple] = {
     "defaults": (_defaults, "set", "epochs", "hidden", "form"),
     "settings": (_settings, "data", *_DEFAULTS),

@@ -1,4 +1,4 @@
-"""What the benchmarks share: parts in processes of their own, results, tables."""
+"""Code that benchmarks share: parts in separate processes, results, tables."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = _HERE / "results"
-sys.path.insert(1, str(_HERE.parent))  # the packages of this checkout
+# Imports find the packages of this checkout first.
+sys.path.insert(1, str(_HERE.parent))
 
-# A copy on the device reads and writes this many bytes a second on an H200.
+# Bytes that a copy on the device reads and writes in a second on an H200.
 COPY_BYTES_PER_SECOND = 4.3e12
 
-_COLUMNS = 12  # with more numbers than these, each has a row of a table
+_COLUMNS = 12  # if results have more numbers than this, each number gets a table row
 _LIBRARIES = "jax", "optax", "torch", "cupy", "fbgemm_gpu", "duckdb", "pyarrow"
 
 
@@ -38,8 +39,8 @@ def command(
     """The command line of a benchmark: `run`, `table`, and its parts one by one.
 
     Args:
-      doc: what `--help` says.
-      script: the file; its results have the same name.
+      doc: text of `--help`.
+      script: path of the benchmark; the file of its results has an equal name.
       parts: see `run_parts`.
       measure: function that yields the results of a part; each gets `versions`.
       write_table: called with the committed report; by default `print_results`.
@@ -103,13 +104,13 @@ def save(found: Mapping, output: str | pathlib.Path | None) -> None:
 
 
 def mean(values: Sequence[float], digits: int = 4) -> str:
-    """The mean as a cell, with the standard deviation of several values."""
+    """The mean as a table cell; for several values with the standard deviation."""
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{spread}"
 
 
 def grouped(results: Iterable[dict], *names: str) -> list[tuple[tuple, list[dict]]]:
-    """The results that have equal values of some names together."""
+    """Groups results by the values of some names."""
     found: dict[tuple, list[dict]] = {}
     for row in results:
         found.setdefault(tuple(row.get(name) for name in names), []).append(row)
@@ -117,20 +118,22 @@ def grouped(results: Iterable[dict], *names: str) -> list[tuple[tuple, list[dict
 
 
 def largest(times: Mapping[str, float], count: int) -> dict[str, float]:
-    """The kernels that take longest, their names cut."""
+    """The kernels that take longest, with shortened names."""
     found = sorted(times.items(), key=lambda item: -item[1])[:count]
     return {name[:80]: round(each, 1) for name, each in found}
 
 
 def emit(result: dict) -> None:
-    """Hands a result to the process that called this part; "versions" of it apart."""
+    """Sends a result to the process that started this part. "versions" is sent separately."""
     print("RESULT " + json.dumps(result), flush=True)
 
 
 def write_report(
     output: pathlib.Path, line: str, commit: str, results: list[dict], **more
 ) -> None:
-    """Writes results and their origin into a JSON file; `line` is the script and its words."""
+    """Writes results and their origin into a JSON file; `line` is the script with its
+    arguments.
+    """
     report = {
         "date": datetime.date.today().isoformat(),
         "commit": commit,
@@ -150,14 +153,14 @@ def run_parts(
 ) -> None:
     """Runs `script PART` for each part and collects what they emit.
 
-    JAX and torch do not share a GPU's memory well, and some flags hold for a whole
-    process.
+    Each part is a process, because JAX and torch do not share a GPU's memory well, and some flags
+    apply to a whole process.
 
     Args:
-      script: the file.
-      parts: the environment variables of each.
-      output: written anew after each part, so that an interrupted run leaves something. Results
-        in it that name another part than these ("of_part") are kept.
+      script: path of the benchmark.
+      parts: environment variables of each part.
+      output: JSON file, which is rewritten after each part, so that an interrupted run leaves
+        results. Results of other parts in it ("of_part") are kept.
       commit: name of the commit, for the report.
     """
     results, versions = [], {}
@@ -195,7 +198,9 @@ def peak_host_bytes() -> int:
 
 @contextlib.contextmanager
 def reported(*names: str) -> Iterator[None]:
-    """A peer that fails is named, and the others go on."""
+    """While this context is open, the failure of a peer is printed, and the benchmark
+    continues.
+    """
     try:
         yield
     except Exception as error:  # noqa: BLE001
@@ -204,7 +209,7 @@ def reported(*names: str) -> Iterator[None]:
 
 
 def origin(report: Mapping) -> str:
-    """A line that says what was measured, on what and when."""
+    """A line with the versions of libraries, the date and the commit of a report."""
     versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
     commit = f", commit {report['commit']}" if "commit" in report else ""
     return f"{versions}; {report['date']}{commit}."
@@ -217,7 +222,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
 
 
 def print_results(report: Mapping) -> None:
-    """Prints a table with a row for each result, and a column for each plain value."""
+    """Prints a table with a row for each result, and a column for each value that is not a list or
+    dict.
+    """
     results = report["results"]
     plain = str, int, float, type(None)
     names = {n: 0 for r in results for n, v in r.items() if isinstance(v, plain)}
@@ -248,7 +255,7 @@ def print_means(report: Mapping, *names: str) -> None:
 
 
 def _numbers(result: Mapping) -> dict[str, float]:
-    """The numbers of a result, also those in short lists."""
+    """The numbers in a result, including those in short lists."""
     found: dict[str, float] = {}
     for name, value in result.items():
         if isinstance(value, list) and len(value) <= 5:
@@ -259,7 +266,7 @@ def _numbers(result: Mapping) -> dict[str, float]:
 
 
 def _text(value: object) -> object:
-    """A value as a cell: floats have five digits."""
+    """Converts a value to a table cell: floats have five digits."""
     if value is None:
         return "-"
     return f"{value:.5g}" if isinstance(value, float) else value

@@ -55,21 +55,22 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 from report import command
 
 _HIDDEN, _LENGTH, _MOST, K, _CONNECTIONS = 256, 30, 100, 20, 64
-_CALLS, _ROWS_OF_CALL = 16, 256  # of gRPC
+# Number of concurrent gRPC calls, and of rows in each call.
+_CALLS, _ROWS_OF_CALL = 16, 256
 _PATH = "/v2/models/model/infer"
 
 
 class Case(NamedTuple):
-    """What is served, and how it is asked.
+    """A predictor to serve, and the requests sent to it.
 
     Attributes:
-      items: number of them.
-      dtype: of the kernel.
-      rows: of batches on the device.
-      rates: of requests a second.
-      seconds: for each rate.
-      clients: processes that send as many requests as are answered.
-      length: number of items of a row.
+      items: number of items.
+      dtype: dtype of the kernel.
+      rows: numbers of rows of the batches on the device.
+      rates: rates of requests, in requests per second.
+      seconds: duration of each rate.
+      clients: number of processes that send a request as soon as they have an answer.
+      length: number of items in a row.
     """
 
     items: int
@@ -100,7 +101,7 @@ def main() -> None:
 
 
 def _run(asking: Coroutine[Any, Any, Any]) -> Any:
-    """Of a client. With `epoll`, asyncio's own choice, it would send up to a millisecond late."""
+    """Runs a client. With `epoll`, asyncio's default, it would send up to a millisecond late."""
     select = selectors.SelectSelector
     with asyncio.Runner(
         loop_factory=lambda: asyncio.SelectorEventLoop(select())
@@ -168,7 +169,9 @@ def export(path: pathlib.Path, case: Case) -> None:
 
 
 def _of_stages(part: str, case: Case) -> Iterator[dict]:
-    """An untrained GRU of width 16 finds candidates, and an untrained DIN ranks them."""
+    """Measures two stages: an untrained GRU of width 16 finds candidates, and an untrained DIN
+    ranks them.
+    """
     from flax import nnx
 
     import sparsejax as sj
@@ -214,7 +217,7 @@ def _of_stages(part: str, case: Case) -> Iterator[dict]:
 
 
 def _on_device(case: Case) -> Any:
-    """A predictor of random numbers, which never were on the host."""
+    """Makes a predictor of random numbers on the device, without a copy on the host."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -230,7 +233,7 @@ def _on_device(case: Case) -> Any:
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def drawn(shape, dtype):
-        # A hash of places is one program without another array of this size.
+        # A hash of positions is one program, which needs no other array of this size.
         word = jnp.uint32(2654435769) * lax.broadcasted_iota(jnp.uint32, shape, 0)
         if len(shape) > 1:
             column = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
@@ -239,7 +242,8 @@ def _on_device(case: Case) -> Any:
             word = (word ^ (word >> shift)) * jnp.uint32(factor)
         return (word.astype(jnp.int32).astype(jnp.float32) / 2.0**34).astype(dtype)
 
-    model = nnx.eval_shape(lambda: _model(case, None))  # cosines need as much again
+    # Only shapes are made: the initial values for cosines would need as much memory again.
+    model = nnx.eval_shape(lambda: _model(case, None))
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Param):
             node.set_value(drawn(node.shape, node.dtype))
@@ -264,7 +268,7 @@ def _on_device(case: Case) -> Any:
 
 
 def _with_int8(predictor: Any) -> Any:
-    """The same predictor, which reads its items in int8 first."""
+    """The predictor with an int8 copy of its items, which it reads first."""
     from sparsejax.predictors.files import model_of
     from sparsejax.predictors.predictor import Predictor
     from sparsejax.predictors.runtime import Programs
@@ -277,7 +281,7 @@ def _with_int8(predictor: Any) -> Any:
 
 
 def numbers(count: int, case: Case, seed: int = 0) -> list[list[int]]:
-    """Rows of distinct items, the popular ones more often."""
+    """Draws rows of distinct items; popular items are drawn more often."""
     rng = np.random.default_rng(seed)
     weights = np.cumsum(1 / np.arange(1, case.items + 1))
     drawn = rng.random((count, 2 * case.length)) * weights[-1]
@@ -304,12 +308,12 @@ def _engine(
     jax.block_until_ready(predictor.weights)
     loaded = time.perf_counter() - began
     room = predictor.model.room
-    # Of many items one program, which takes longest.
+    # With many items only one program is compiled, as compilation takes longest.
     alone = [Shape(rows, room(rows, 1)) for rows in case.rows] if not case.rates else ()
     engine = Engine(predictor, alone)
     seconds = {"loaded": loaded, "ready": time.perf_counter() - began}
-    # A sum over all rows would copy a kernel whose rows XLA has to fill up. To time programs and
-    # choose one, XLA would copy it, too.
+    # A sum over all rows would copy a kernel whose rows XLA has to pad. XLA would also copy it to
+    # time programs and choose one.
     total = jax.jit(
         lambda kernel: jnp.sum(kernel, axis=1, dtype=jnp.float32),
         compiler_options=DETERMINISTIC,
@@ -346,7 +350,7 @@ def _engine(
 
 
 def _queued(call: Callable[[], object]) -> float:
-    """Seconds of a call on the device, of many that wait there."""
+    """Seconds of a call on the device, if many calls are queued there."""
     import jax
 
     jax.block_until_ready(call())
@@ -386,11 +390,12 @@ def _of_service(path: pathlib.Path, case: Case) -> Iterator[dict]:
 def _service(
     path: pathlib.Path, more: Mapping[str, str] | None = None
 ) -> Iterator[tuple[dict[str, int], float]]:
-    """Within it a process serves: its ports, and the seconds until it was ready.
+    """Runs a service while this context is open; yields its ports, and the seconds until it was
+    ready.
 
     Args:
-      path: of the predictor.
-      more: environment variables.
+      path: file of the predictor.
+      more: additional environment variables.
     """
     words = [sys.executable, "-m", "sparsejax", "serve", str(path), "--name", "model"]
     paths = [str(_HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -434,7 +439,7 @@ async def _loads(port: int, case: Case, **columns: str) -> list[dict]:
 
 
 def _sums(port: int) -> dict[str, float]:
-    """The sums and counts of the service's own numbers."""
+    """The sums and counts in the metrics that the service reports."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text = answer.read().decode()
     found = re.findall(
@@ -444,7 +449,9 @@ def _sums(port: int) -> dict[str, float]:
 
 
 def _spent(before: dict[str, float], after: dict[str, float]) -> dict:
-    """Where the time of requests went, on average: milliseconds, and rows of a batch."""
+    """The average time that requests spent in each stage, in milliseconds, and the rows of a
+    batch.
+    """
     mean = {
         name: (after[f"{name}_sum"] - before[f"{name}_sum"])
         / max(after[f"{name}_count"] - before[f"{name}_count"], 1.0)
@@ -474,14 +481,14 @@ def _body(history: list[str], columns: Mapping[str, str]) -> bytes:
 
 
 class _Connection:
-    """One connection that stays open."""
+    """A connection that stays open for many requests."""
 
     def __init__(self, port: int):
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, body: bytes) -> bool:
-        """Whether the answer was 200."""
+        """Sends a request; returns whether the status of the answer was 200."""
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
@@ -509,10 +516,10 @@ async def requests(
     connections: int = _CONNECTIONS,
     rate: float | None = None,
 ) -> tuple[list[float], int]:
-    """Latencies of requests, and how many were no success.
+    """Sends requests; returns their latencies, and how many of them failed.
 
-    With a rate they arrive by chance, and a latency counts from the arrival. Without one each
-    connection asks again as soon as it has an answer.
+    With a rate, requests arrive at random times, and a latency counts from the arrival. Without
+    one, each connection sends a request as soon as it has received an answer.
     """
     times: list[float] = []
     failed, began, next_body = 0, time.perf_counter(), itertools.cycle(bodies)
@@ -522,7 +529,7 @@ async def requests(
     arrivals = iter((began + np.cumsum(gaps)).tolist())
 
     def next_start() -> float:
-        """The time of the next request, or infinity."""
+        """Returns the time of the next request, or infinity after the last."""
         now = time.perf_counter()
         if rate is not None:
             return next(arrivals, math.inf)
@@ -545,16 +552,16 @@ async def requests(
 async def _of_clients(
     port: int, case: Case, count: int, **how: Any
 ) -> tuple[list[float], int]:
-    """Latencies of requests that other processes send, and how many were no success.
+    """Latencies of requests that other processes send, and how many requests failed.
 
-    In this one Python's collector of garbage looks through all objects of JAX, which took
-    153 ms on one host, and no answer is read meanwhile.
+    In this process, Python's garbage collector visits all objects of JAX. On one host this took
+    153 ms, in which no answer is read.
 
     Args:
-      port: of the service.
-      case: what is asked.
-      count: of processes, which share the connections.
-      how: see `_client`.
+      port: port of the service.
+      case: the requests.
+      count: number of processes, which share the connections.
+      how: arguments of `_client`.
     """
     facts = {"port": port, "case": case, "seconds": case.seconds, **how}
     clients = [
@@ -579,13 +586,14 @@ async def _client(
     columns: Mapping[str, str] = types.MappingProxyType({}),
     grpc: bool = False,
 ) -> None:
-    """Prints the latencies of `requests`, or of `_calls`."""
+    """Sends requests or gRPC calls, and prints their latencies."""
     case = Case(*case)
     if grpc:
         found = await _calls(port, case, seconds, _CALLS // count)
     else:
         bodies = [_body(history, columns) for history in histories(200, case, seed)]
-        await requests(port, bodies, 1.0, rate=20)  # its own first requests
+        # The client's own first requests are slow, so they are not measured.
+        await requests(port, bodies, 1.0, rate=20)
         connections = _CONNECTIONS // count
         found = await requests(port, bodies, seconds, connections, rate)
     print(json.dumps(found))
@@ -594,7 +602,9 @@ async def _client(
 async def _calls(
     port: int, case: Case, seconds: float, count: int
 ) -> tuple[list[float], int]:
-    """Calls of gRPC that come one after the other, some at a time."""
+    """Makes gRPC calls one after the other on each of several tasks; returns latencies and
+    failures.
+    """
     import grpc
     from open_inference.grpc import protocol as messages
 

@@ -1,4 +1,4 @@
-"""Times a training step of each kind, ours and PyTorch's in turns, and what `fit` makes of it.
+"""Times a training step of each kind, ours and PyTorch's in turns, and the speed of `fit`.
 
     python benchmarks/steps.py run [--cases gpu] [--torch PYTHON] [--commit NAME]
     python benchmarks/steps.py table
@@ -10,9 +10,9 @@ columns of events, of users and a context beside ids, some 65,000 tokens of up t
 an autoencoder over 40,981 items with a softmax over all. `din` is a DIN with a million users and
 items, vectors of 16, and layers of 80 and 40 that weigh a history, of whose places a uniform share
 is filled; `din-SharedBottom`, `din-MMoE` and `din-PLE` have two labels. In float32, *difference* is the largest
-one between the losses of both in 20 steps of SGD from the same weights, as a share. All others have Adam. *Own* is a loop of one's own under `sj.jit`, *plain* one that does not say
-how many targets there are, *recommend* ranks for one full history. *Kernels* is a time by CUPTI,
-*host* the time until a call returns.
+one between the losses of both in 20 steps of SGD from the same weights, as a share. All others have Adam. *Own* is a custom loop under `sj.jit`, *plain* a custom loop without
+`max_targets`, *recommend* ranks items for one full history. *Kernels* is the time of GPU programs
+by CUPTI, *host* the time until a call returns.
 
 Each side is a process that waits while the other works, so both have the whole machine. Of
 each form there are several rounds, in turns. A busy machine makes all of them slower: compare
@@ -45,10 +45,11 @@ _ROWS += (20, 10, 7, 4, 3)
 _DENSE, _DIM, _LAYERS, _SKEW = 13, 16, (512, 256), 1.2
 _LENGTH, _DROPOUT = 50, 0.4
 _ITEMS, _ENTRIES, _HIDDEN = 40_981, 27, 256
-_IDS, _FACTS = 1_000_000, 4  # of DIN
+_IDS, _FACTS = 1_000_000, 4  # sizes of DIN's data
 _RATE, _SGD_RATE = 1e-3, 0.1
 
-# Kind, batch, width of a sequence model, dtype, places of a history, sampled negatives.
+# Names of a case's values: kind, batch, width of a sequence model, dtype, places of a history,
+# sampled negatives.
 _CASE = "kind", "batch", "width", "dtype", "places", "negatives"
 _Case = tuple[str, int, int, str, int, int]
 
@@ -65,7 +66,7 @@ def _case(
 
 
 _DINS = "din", "din-SharedBottom", "din-MMoE", "din-PLE"
-# Places of a history, and histories of a batch.
+# For each number of places in a history, the number of histories in a batch.
 _LENGTHS = {50: 1024, 200: 256, 512: 128, 1024: 64, 4096: 16, 16384: 1}
 _CASES: dict[str, tuple[_Case, ...]] = {
     "gpu": (
@@ -146,7 +147,7 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    """Two processes take turns; what they found is written after each case."""
+    """Starts two processes that take turns, and writes their results after each case."""
     output = arguments.output or RESULTS / f"steps_{arguments.cases}.json"
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
@@ -196,7 +197,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 class _Side:
-    """A process that times when it is asked to."""
+    """A process that times steps when it is asked to."""
 
     def __init__(self, name: str, python: str):
         self._process = subprocess.Popen(
@@ -227,7 +228,7 @@ class _Side:
 
 
 def _work(side: Callable) -> None:
-    """Answers requests until there are no more."""
+    """Answers requests until the input ends."""
     made: Any = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -253,7 +254,7 @@ def _work(side: Callable) -> None:
 
 
 def _first_steps(made: Any, without: list[str]) -> dict[str, float]:
-    """Seconds of the first step of each form; a form that fails is named."""
+    """Seconds of the first step of each form. A form that fails is named, and omitted."""
     found = {}
     for name, step in made.forms.items():
         begin = time.perf_counter()
@@ -269,7 +270,7 @@ def _first_steps(made: Any, without: list[str]) -> dict[str, float]:
 
 
 def _times(step: Callable, seconds: float) -> dict[str, float]:
-    """Milliseconds of a step, of the host until a call returns, and of all processors."""
+    """Milliseconds of a step, of the host until a call returns, and of all processor cores."""
     for _ in range(2):
         step()[1]()
     begin = time.perf_counter()
@@ -286,7 +287,7 @@ def _times(step: Callable, seconds: float) -> dict[str, float]:
     return {name: 1e3 * each / count for name, each in found.items()}
 
 
-# Data of both sides
+# --- data of both sides ---
 
 
 def _clicks(batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -297,7 +298,9 @@ def _clicks(batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _examples(batch: int, places: int, labels: int) -> tuple[np.ndarray, ...]:
-    """Dense columns, users, items, histories and labels, which are a vector if there are 0."""
+    """Draws dense columns, users, items, histories and labels; with `labels` 0 the labels are a
+    vector.
+    """
     rng = np.random.default_rng(0)
     filled = rng.integers(0, places + 1, (batch, 1))
     had = rng.integers(0, _IDS, (batch, places))
@@ -322,7 +325,7 @@ def _items(batch: int, negatives: int) -> int:
 
 
 class _Ours:
-    """A model of ours, its forms of a step, and what `fit` makes of it."""
+    """Our side: a model, the forms of its step, and the speed of `fit`."""
 
     def __init__(
         self, kind: str, batch: int, width: int, dtype: Any, places: int, negatives: int
@@ -389,7 +392,7 @@ class _Ours:
         self._add_forms("", self.make, loss_of, given)
 
     def _make_histories(self, width: int, dtype: Any, negatives: int) -> None:
-        """Models of histories; those with events have a form for each kind of columns."""
+        """Makes models of histories. Models with events have a form for each kind of columns."""
         import jax.numpy as jnp
         from flax import nnx
 
@@ -422,7 +425,7 @@ class _Ours:
         if self.kind.endswith("events"):
             users = (
                 targets + batch
-            )  # the first item is a target behind its user's place
+            )  # with a user's place at the front, the first item is a target, too
             more = functools.partial(loss_of, max_targets=users)
             self._add_forms(", ids", made, exact, (*given, None))
             for form, sizes, own in _columns(rows.shape):
@@ -436,7 +439,7 @@ class _Ours:
         self.forms["recommend"] = self._recommend
 
     def _recommend(self) -> tuple[Any, Callable]:
-        """Ranks items for one full history."""
+        """Makes a function that ranks items for one full history."""
         import sparsejax as sj
 
         rng, items = np.random.default_rng(1), self.items
@@ -450,7 +453,7 @@ class _Ours:
     def _add_forms(
         self, name: str, make: Callable, loss_of: Callable, given: tuple, only=False
     ) -> None:
-        """Adds a step that `sj.jit` compiles, and one of `nnx.jit`."""
+        """Adds a form of the step compiled by `sj.jit`, and one compiled by `nnx.jit`."""
         from flax import nnx
 
         import sparsejax as sj
@@ -482,7 +485,9 @@ class _Ours:
             self.forms["own, nnx.jit"] = form(nnx_jit)
 
     def losses(self, path: str) -> list[float]:
-        """The losses of 20 steps of a DIN by SGD. Torch reads its weights from the file."""
+        """The losses of a DIN in 20 steps of SGD. Saves the first weights in the file, for
+        torch.
+        """
         from flax import nnx
 
         def weights(model):
@@ -499,7 +504,7 @@ class _Ours:
         return [float(self._sgd()[0]) for _ in range(20)]
 
     def profile(self, step: Callable) -> dict:
-        """Milliseconds of the kernels of a step, and microseconds of the largest."""
+        """Milliseconds of the kernels of a step, and microseconds of the largest kernels."""
         import jax
         from timing import time_kernels
 
@@ -510,7 +515,9 @@ class _Ours:
         return {"kernels": milliseconds, "largest": largest(kernels, 8)}
 
     def fits(self) -> list[dict]:
-        """Examples a second of `fit`, and the share of its time that the GPU works."""
+        """For each training with `fit`: examples in a second, and the fraction of time in which
+        the GPU works.
+        """
         import jax
         from timing import time_kernels
 
@@ -543,7 +550,7 @@ class _Ours:
         return found
 
     def _data(self) -> Any:
-        """Examples of some hundred batches."""
+        """Draws data for several hundred batches."""
         import jax
 
         import sparsejax as sj
@@ -568,7 +575,7 @@ class _Ours:
 
 
 def _dataset(rows: np.ndarray, times: np.ndarray, items: int) -> Any:
-    """Histories whose padding is below 0."""
+    """Converts histories, in which padding is negative, to a dataset."""
     import sparsejax as sj
 
     kept = rows >= 0
@@ -582,7 +589,7 @@ def _dataset(rows: np.ndarray, times: np.ndarray, items: int) -> Any:
 
 
 def _columns(shape: tuple[int, ...]) -> Iterator[tuple[str, Any, dict]]:
-    """What is read beside ids: a name, its sizes, and the columns."""
+    """Yields columns that models read besides ids: a name, its sizes, and the columns."""
     from sparsejax.sequence.events import Categories, EventSizes
 
     ids = tuple(Categories(f"c{n}", f"c{n}", n, None) for n in (1000, 100, 24))
@@ -600,7 +607,7 @@ def _columns(shape: tuple[int, ...]) -> Iterator[tuple[str, Any, dict]]:
 
 
 class _Torch:
-    """The peer's model, eager and compiled."""
+    """The other side: the model in torch, eager and compiled."""
 
     fits = list
 
@@ -635,7 +642,8 @@ class _Torch:
             given = long(indices), long(indptr[:-1]), long(rows), place(lengths)
         else:
             if kind.endswith("events") or places > 1024:
-                # Padded scores of 4,096 places squared are too many.
+                # For long histories the eager form is omitted: 4,096 squared padded scores need
+                # too much memory.
                 self.forms = {}
                 return
             items, sizes = (
@@ -678,7 +686,7 @@ class _Torch:
         self._form = form
 
     def losses(self, path: str) -> list[float]:
-        """The losses of 20 steps of SGD by plain torch, from weights of ours."""
+        """The losses in 20 steps of SGD by torch, from the weights that our side saved."""
         step = self._form(False, path)
         return [float(step()[0].detach()) for _ in range(20)]
 

@@ -6,11 +6,11 @@
 
 `keys` looks for a million ids in a full dynamic table. `ten` has the sizes of dynamicemb's own
 benchmark: ten tables, 1.05 million ids a step by a power law of 1.05, 350,000 of them distinct,
-128 wide; read, and trained by rules of two kinds, static tables beside. `host` trains a table of
-so many gigabytes, of which the device has a share, on batches of 65,536 examples of 26 ids. Before,
-rows of `--warm` batches come, so that the device is full and rows leave. With `--compare` also a
-table of so many gigabytes that is on the device; with `--dynamic` both are dynamic tables. Batches
-are made and packed before. `fit_mesh.py` times a DLRM with dynamic tables.
+128 wide; it reads them, and trains them by two kinds of rules, and compares static tables. `host`
+trains a table of `--gigabytes` in host memory, on batches of 65,536 examples of 26 ids. The device
+has slots for a fraction of its rows, `--share`. First the rows of `--warm` batches are copied, so
+that the device is full and rows must leave. With `--compare` a table of that size on the device is
+timed, too; with `--dynamic` both are dynamic tables. Batches are made and packed in advance. `fit_mesh.py` times a DLRM with dynamic tables.
 """
 
 import argparse
@@ -34,7 +34,7 @@ FEATURES, DIM, POWER = 26, 128, 1.05
 
 
 def both(call, rounds=10):
-    """Seconds by the clock, and of the GPU's programs; `call` returns arrays."""
+    """Seconds of a call by the clock, and of its GPU programs; `call` returns arrays."""
     jax.block_until_ready(call())
     found = []
     for _ in range(3):
@@ -81,7 +81,7 @@ def step(embeddings, optimizer, ids, slope):
 
 
 def made(tables, features, rule):
-    """A collection, and its optimizer."""
+    """Makes a collection of tables, and its optimizer."""
     embeddings = sj.embeddings.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
     return embeddings, sj.Optimizer(embeddings, rule)
 
@@ -96,7 +96,7 @@ def keys(args):
         batch = embeddings.pack({"id": WideIds.of(ids)})
         return jax.tree.map(jnp.asarray, batch)
 
-    for start in range(0, len(names), count):  # a row for each name
+    for start in range(0, len(names), count):  # each printed line has some of the names
         ids = packed(np.resize(names[start : start + count], count))
         jax.block_until_ready(assign(embeddings, optimizer, ids))
     stats = embeddings.stats()["id"]
@@ -141,21 +141,23 @@ def ten(args):
             def trained(train=train, batches=batches):
                 return [train(each, slope) for each in batches]
 
-            for _ in range(2):  # new ids, then CUDA graphs
+            # The first pass assigns rows to new ids, the second records CUDA graphs.
+            for _ in range(2):
                 jax.block_until_ready(trained())
             found[kind][rule.name] = both(trained)
             if rule is rules[0]:
                 found[kind]["read"] = both(
                     lambda e=embeddings, b=batches: [read(e, each) for each in b]
                 )
-            del embeddings, optimizer, batches, train, trained  # memory for one
+            # Frees the memory for the next tables.
+            del embeddings, optimizer, batches, train, trained
         for each in found[kind].values():
             each |= {name: value / len(drawn) for name, value in each.items()}
     return found
 
 
 def measured(table, rows, count, args):
-    """Milliseconds of a step on the last of some batches, and bytes moved."""
+    """Milliseconds of a step on the last of some batches, and bytes that it moves."""
     batch = args.batch or 65_536
     config = FeatureConfig("ids", combiner=None, length=FEATURES)
     rule = sj.optimizers.rowwise_adagrad(0.01)
@@ -186,12 +188,13 @@ def measured(table, rows, count, args):
     for _ in embeddings.staged(warm, optimizer):
         pass
     jax.block_until_ready(kernel[...])
-    milliseconds(embeddings.staged(first, optimizer))  # compiles
+    # The first call compiles programs.
+    milliseconds(embeddings.staged(first, optimizer))
     host = kernel.get_metadata()["host"]
     before = host.bytes_moved
     taken = milliseconds(embeddings.staged(last, optimizer))
     moved = (host.bytes_moved - before) / len(last) / 1e6
-    # The last batch again and again: all of its rows are there.
+    # The last batch is repeated, so that all of its rows are on the device.
     seen = milliseconds(embeddings.staged([last[-1]] * 10, optimizer))
     found = {"ms": taken, "MB a step": moved, "GB/s": moved / taken}
     return found | {"ms of a batch that was seen": seen}

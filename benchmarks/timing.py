@@ -24,7 +24,7 @@ _ROUNDS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Medians, and the fastest kernel time, in microseconds."""
+    """The median call time, and the median and fastest kernel time, in microseconds."""
 
     kernel: float
     kernel_best: float
@@ -61,7 +61,7 @@ def time_jax(
 def time_kernels(
     call: Callable[[int], object], repeats: int, *, warm: int = 2
 ) -> dict[str, float]:
-    """Microseconds of each kernel in a call; `call(i)` ends when they have."""
+    """Microseconds of each kernel in a call. `call(i)` must wait until its kernels have ended."""
     import jax
 
     for i in range(warm):
@@ -109,12 +109,13 @@ def measure_jax(
     *,
     kernels: bool = False,
 ) -> dict:
-    """Times and memory of a function whose first results `check` accepts.
+    """Times a function and measures its memory, after `check` has accepted its first results.
 
     Args:
-      function: what is compiled.
-      inputs: arguments of equal shapes.
-      check: gets the results of the first arguments. It returns their error, or raises.
+      function: function to compile.
+      inputs: tuples of arguments, of equal shapes.
+      check: function that gets the results for the first arguments. It returns their error, or
+        raises an exception.
       kernels: whether the time of each kernel is reported, too.
     """
     import jax
@@ -136,7 +137,9 @@ def measure_jax(
 def measure_torch(
     function: Callable, inputs: Sequence[tuple], check: Callable, *, kept: int = 0
 ) -> dict:
-    """The same for torch; `kept` are bytes of the results, which are not temporary."""
+    """Does the work of `measure_jax` for torch; `kept` is the bytes of the results, which do not
+    count as temporary.
+    """
     import torch  # pyrefly: ignore[missing-import]
 
     error = check(function(*inputs[0]))
@@ -148,14 +151,14 @@ def measure_torch(
 
 
 def on_host(array) -> np.ndarray:
-    """An array of either library in float64."""
+    """Copies an array of JAX or torch to the host, as float64."""
     if hasattr(array, "detach"):
         array = array.detach().double().cpu().numpy()
     return np.asarray(array, np.float64)
 
 
 def relative_error(found, expected: np.ndarray, limit: float, of: str = "") -> float:
-    """The relative error of an array, below a limit."""
+    """The relative error of an array; raises ValueError if it exceeds a limit."""
     off = np.linalg.norm(on_host(found) - expected)
     error = float(off / np.linalg.norm(expected))
     if not error < limit:
@@ -164,7 +167,7 @@ def relative_error(found, expected: np.ndarray, limit: float, of: str = "") -> f
 
 
 def _kernels_of_trace(folder: str) -> Iterator[tuple[str, float]]:
-    """Name and nanoseconds of each kernel that `jax.profiler.trace` has written down."""
+    """Yields the name and nanoseconds of each kernel in a trace of `jax.profiler.trace`."""
     from jax.profiler import ProfileData
 
     for path in pathlib.Path(folder).rglob("*.xplane.pb"):

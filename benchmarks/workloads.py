@@ -1,4 +1,4 @@
-"""The named workloads: their shapes are stated here and nowhere else."""
+"""The named workloads. Their shapes are stated only here."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Workload:
     """Sparse rows for a gather-matmul with a `[features, hidden]` matrix.
 
     Attributes:
-      name: how tables and results call it.
-      batch: rows.
-      features: rows of the dense matrix.
-      hidden: its columns.
+      name: name in tables and results.
+      batch: number of rows.
+      features: number of rows of the dense matrix.
+      hidden: number of its columns.
       entries: entries of a batch, whose rows have lognormal lengths.
       skew: exponent of the features' zipf popularity; 0 for uniform.
       transposed: the rows are the columns of such a batch, as the gradient needs them:
@@ -33,34 +33,36 @@ class Workload:
 
     @property
     def num_cols(self) -> int:
-        """Rows of the dense matrix that the product reads."""
+        """Number of rows of the dense matrix, which the product reads."""
         return self.batch if self.transposed else self.features
 
     @property
     def num_rows(self) -> int:
-        """Rows of the result."""
+        """Number of rows of the result."""
         if self.transposed:
             return min(self.entries, self.features)
         return self.batch
 
     def bytes_moved(self, itemsize: int) -> int:
-        """Gathered rows and the result, each once and without any reuse."""
+        """Bytes of the gathered rows and of the result, each counted once for each use."""
         return (self.entries + self.num_rows) * self.hidden * itemsize
 
 
-# An autoencoder's input layer of MovieLens-20M's shape, and with its batch of 256.
+# Sparse inputs of an autoencoder with the shape of MovieLens-20M, with a large batch and with the
+# batch 256.
 ML20M = Workload("ml20m", 1024, 26_744, 1024, 135_000, skew=0.8)
 ML20M_256 = Workload("ml20m_256", 256, 26_744, 1024, 37_000, skew=0.8)
-# A table far larger than any cache, features uniform.
+# A table far larger than any cache, with uniformly drawn features.
 BIG = Workload("big", 8192, 4_000_000, 256, 518_000)
 WORKLOADS = (
     ML20M,
     BIG,
     Workload("h128", 8192, 1_000_000, 128, 518_000),
-    dataclasses.replace(BIG, name="big_t", transposed=True),  # its gradient
+    # The gradient of this workload.
+    dataclasses.replace(BIG, name="big_t", transposed=True),
 )
-# Output layers: the rows are labels, or items to exclude. First MovieLens-20M's items and DSSTNE's
-# batch, then a larger one, then a million items.
+# Output layers, whose rows are labels, or items to exclude. First MovieLens-20M's items with
+# DSSTNE's batch, then with a larger batch, then a million items.
 OUTPUTS = (
     Workload("out256", 256, 27_278, 1024, 36_864, skew=0.8),
     Workload("out1024", 1024, 27_278, 1024, 147_456, skew=0.8),
@@ -68,14 +70,14 @@ OUTPUTS = (
 )
 
 
-# The rows of MLPerf's DLRM-DCNv2, Criteo's days with at most 40 M rows a table:
-# https://github.com/mlcommons/training/tree/master/recommendation_v2/torchrec_dlrm
+# Number of rows of each table in MLPerf's DLRM-DCNv2: Criteo's days with at most 40 M rows a
+# table, https://github.com/mlcommons/training/tree/master/recommendation_v2/torchrec_dlrm
 CRITEO_ROWS = (
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000),
     *(3_067_956, 405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000),
     *(40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
 )
-# How many ids an example of its multi-hot data has of each: 214 in all.
+# Number of ids that an example of its multi-hot data has for each table: 214 in total.
 CRITEO_IDS = (
     *(3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12),
     *(100, 27, 10, 3, 1, 1),
@@ -103,21 +105,22 @@ def make_rows(workload: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return rows[order].astype(np.int32), indptr.astype(np.int32)
 
 
-# A DLRM for one to four GPUs: ids of each feature, and units of its layers.
+# A DLRM for one to four GPUs: number of ids of each feature.
 DLRM_IDS = (5_000_000,) * 4 + (1_000_000,) * 7 + (20_000,) * 15
 DLRM_LAYERS = {"bottom": (512, 256), "top": (1024, 1024, 512, 256)}
 
 
 def keys_of(ids: np.ndarray) -> np.ndarray:
-    """Ids of 64 bits that say nothing of the order of these."""
+    """Maps ids to 64-bit keys whose order is unrelated to the order of the ids."""
     return ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
 def zipf_ids(
     rng: np.random.Generator, shape: int | tuple[int, ...], features: int, skew: float
 ) -> np.ndarray:
-    """Ids of which the popular ones lie anywhere; int32, for more features than
-    `make_rows` can rank."""
+    """Draws int32 ids by zipf's law. Popular ids are spread over the whole range; more features
+    are supported than `make_rows` can rank.
+    """
     # Where u is uniform, (1 + u (N^(1 - s) - 1))^(1 / (1 - s)) has about the zipf law with
     # exponent s.
     places = 1 + rng.random(shape) * (features ** (1 - skew) - 1)
@@ -134,7 +137,9 @@ def clicks_to_fit(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     dynamic=None,
 ):
-    """Configuration, data and rule of a DLRM whose layers have a dtype."""
+    """The configuration, the data and the optimizer rule of a DLRM whose layers have a given
+    dtype.
+    """
     import sparsejax as sj
 
     dense = rng.standard_normal((examples, 13), np.float32)
@@ -152,7 +157,9 @@ def clicks_to_fit(
 
 
 def rows_of_items(rng: np.random.Generator, rows: int, length: int, items: int):
-    """Rows of popular and rare items; a row has an item once, so some are shorter."""
+    """Draws rows of popular and rare items. A row has each item at most once, so some rows are
+    shorter.
+    """
     import sparsejax as sj
 
     ids = np.sort(zipf_ids(rng, (rows, length), items, 0.8), axis=1)
@@ -162,7 +169,7 @@ def rows_of_items(rng: np.random.Generator, rows: int, length: int, items: int):
 
 
 def histories(length: int, batch: int, items: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items and times, lengths as logs have them; if there is one history, it is full."""
+    """Draws items and times of histories with lognormal lengths. A single history is full."""
     rng = np.random.default_rng(0)
     drawn = rng.lognormal(np.log(length / 4), 1, batch).astype(int)
     counts = np.clip(drawn, 2 if batch > 1 else length + 1, length + 1)
@@ -176,7 +183,7 @@ def histories(length: int, batch: int, items: int) -> tuple[np.ndarray, np.ndarr
 
 
 def histories_to_fit(rng: np.random.Generator, items: int, users: int, law: str):
-    """Histories with lognormal lengths; the law of the items is "uniform" or "zipf"."""
+    """Draws histories with lognormal lengths. The law of the items is "uniform" or "zipf"."""
     import pyarrow as pa
 
     import sparsejax as sj
@@ -196,7 +203,9 @@ def histories_to_fit(rng: np.random.Generator, items: int, users: int, law: str)
 
 
 def autoencoder(hidden: tuple[int, ...], dropout: float = 0.0):
-    """Sigmoid units, sigmoid cross-entropy, products of the output in bfloat16."""
+    """The configuration of an autoencoder: sigmoid units, sigmoid cross-entropy, bfloat16 products
+    at the output.
+    """
     import sparsejax as sj
 
     layers = (
@@ -212,7 +221,7 @@ def autoencoder(hidden: tuple[int, ...], dropout: float = 0.0):
 
 
 def _lengths(workload: Workload, rng: np.random.Generator) -> np.ndarray:
-    """Row lengths that sum to `entries`."""
+    """Draws lengths of rows whose sum is `entries`."""
     wish = rng.lognormal(0, 1, workload.batch)
     # Cumulative rounding keeps the sum exact.
     ends = np.rint(np.cumsum(wish) / wish.sum() * workload.entries).astype(np.int64)
@@ -221,7 +230,7 @@ def _lengths(workload: Workload, rng: np.random.Generator) -> np.ndarray:
 
 def _columns(workload, lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     if workload.skew == 0:
-        # Uniform: one in a stratum of its own, so ascending and without duplicates.
+        # Uniform: each is drawn from a range of its own, so they ascend without duplicates.
         place = np.arange(lengths.sum()) - np.repeat(
             np.cumsum(lengths) - lengths, lengths
         )
@@ -239,7 +248,7 @@ def _columns(workload, lengths: np.ndarray, rng: np.random.Generator) -> np.ndar
 
 
 def click_step():
-    """A training step of a click model as one program, which returns its loss."""
+    """A training step of a click model, compiled as one program; it returns the loss."""
     import optax
 
     import sparsejax as sj

@@ -6,6 +6,7 @@ are ordinary Flax layers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,7 +30,7 @@ from sparsejax.clicks.layers import Layers, chained, relu, shared_layers, with_b
 from sparsejax.embeddings import new_ids
 from sparsejax.embeddings.collection import EmbeddingCollection
 from sparsejax.embeddings.config import FeatureConfig, Placement, TableConfig
-from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
+from sparsejax.embeddings.feature_batch import CandidateBatch, FeatureBatch, Ids
 from sparsejax.embeddings.plan import EmbeddingPlan
 from sparsejax.ops.dot_interaction import blank_vectors, dot_interaction
 from sparsejax.ops.implementations import Implementation
@@ -385,8 +386,12 @@ class _HistoryModel[H: (DINConfig, TINConfig)](_ClickModel[H]):
         """
         raise NotImplementedError
 
+    def _looked_up(self, ids) -> dict[str, jax.Array]:
+        """The vectors of all features by name."""
+        return {n: v.astype(self.dtype) for n, v in self.embeddings(ids).items()}
+
     def _trained(self, dense, ids) -> jax.Array:
-        rows = {n: v.astype(self.dtype) for n, v in self.embeddings(ids).items()}
+        rows = self._looked_up(ids)
         pooled = {
             name: self._pooled(unit, name, rows[candidate], rows).astype(self.dtype)
             for (name, candidate), unit in zip(
@@ -432,8 +437,43 @@ class DIN(_HistoryModel[DINConfig]):
         sizes = (*self.config.attention, 1)
         return Layers(4 * self.config.dim, sizes, self.dtype, rngs)
 
+    def _looked_up(self, ids):
+        found = super()._looked_up(ids)
+        if isinstance(ids, CandidateBatch):  # a history for each request
+            shared = super()._looked_up(ids.requests)
+            for name, _ in self.histories:
+                if getattr(ids.candidates[name], "size", 1) == 0:
+                    found[name] = shared[name]
+        return found
+
     def _pooled(self, unit, name, candidate, rows):
-        return _summed(rows[name], _attention(unit, rows[name], candidate), axis=1)
+        forms = {"default": functools.partial(_interest, unit)}
+        if len(rows[name]) == len(candidate):
+            return forms["default"](rows[name], candidate)
+        forms["cpu"] = functools.partial(_shared_interest, unit)
+        return jax.lax.platform_dependent(rows[name], candidate, **forms)
+
+
+def _interest(layers: Layers, history: jax.Array, candidate: jax.Array) -> jax.Array:
+    """`[batch, dim]`: the sum of a history by its `_attention` for each candidate."""
+    if len(history) != len(candidate):
+        history = jnp.repeat(history, len(candidate) // len(history), axis=0)
+    return _summed(history, _attention(layers, history, candidate), axis=1)
+
+
+def _shared_interest(layers: Layers, history, candidate) -> jax.Array:
+    """`_interest` for candidates that share a history: one product for all of them."""
+    rows, length, dim = history.shape
+    first, *others = layers.layers
+    of_each, of_both, once = _first_parts(first, candidate)
+    of_pairs = candidate.reshape(rows, -1, dim).swapaxes(1, 2)[..., None]
+    kernels = of_each[None, :, None] + of_pairs * of_both[None, :, None]
+    x = jnp.matmul(history, kernels.reshape(rows, dim, -1)) + once.reshape(rows, 1, -1)
+    weights = _weights(others, x.reshape(rows, -1, once.shape[1]))
+    weights = weights.reshape(rows, length, -1)
+    formula, dtype = "btc,btd->bcd", jnp.float32
+    found = jnp.einsum(formula, weights, history, preferred_element_type=dtype)
+    return found.reshape(candidate.shape)
 
 
 def _attention(layers: Layers, history: jax.Array, candidate: jax.Array) -> jax.Array:
@@ -445,24 +485,34 @@ def _attention(layers: Layers, history: jax.Array, candidate: jax.Array) -> jax.
     product with `e`, or is added to a separate matrix for each example.
     """
     first, *others = layers.layers
-    of_each, of_candidate, of_gap, of_both = jnp.split(
-        first.kernel[...].astype(history.dtype), 4
-    )
-    once = with_bias(first, candidate @ (of_candidate - of_gap))
+    of_each, of_both, once = _first_parts(first, candidate)
 
     def of_examples(e, c):
-        return jnp.matmul(e, (of_each + of_gap)[None] + c[:, :, None] * of_both[None])
+        return jnp.matmul(e, of_each[None] + c[:, :, None] * of_both[None])
 
     def of_all(e, c):
         both = jnp.concatenate([e, e * c[:, None]], axis=-1)
-        return both @ jnp.concatenate([of_each + of_gap, of_both])
+        return both @ jnp.concatenate([of_each, of_both])
 
     on_cpu = of_examples if history.shape[1] > _FEW_PLACES else of_all
     forms = {"cpu": on_cpu, "default": of_all}
     x = jax.lax.platform_dependent(history, candidate, **forms) + once[:, None]
-    for layer in others[:-1]:
+    return _weights(others, x)
+
+
+def _first_parts(first: nnx.Linear, candidate: jax.Array) -> tuple[jax.Array, ...]:
+    """The kernels for `e` and for `e * c`, and the first layer's output for `c` alone."""
+    kernel = first.kernel[...].astype(candidate.dtype)
+    of_each, of_candidate, of_gap, of_both = jnp.split(kernel, 4)
+    once = with_bias(first, candidate @ (of_candidate - of_gap))
+    return of_each + of_gap, of_both, once
+
+
+def _weights(layers: Sequence[nnx.Linear], x: jax.Array) -> jax.Array:
+    """The weights of ids, from the output of the first layer of the attention."""
+    for layer in layers[:-1]:
         x = layer(relu(x))
-    for layer in others[-1:]:
+    for layer in layers[-1:]:
         scores = _summed(relu(x), layer.kernel[...].astype(x.dtype)[:, 0], axis=2)
         x = with_bias(layer, scores.astype(x.dtype)[..., None])
     return x[..., 0]

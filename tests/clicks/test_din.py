@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
+from sparsejax.embeddings.feature_batch import CandidateBatch
 from sparsejax.sparse import CSR
 
 FEATURES = {"user": 30, "item": 50, "shop": 9, "had": "item", "shops": "shop"}
@@ -299,3 +300,23 @@ def test_the_last_of_a_history_counts_more():
         scores = model(dense[part], {"item": item[part], "had": had[part]})
         found.append(sj.metrics.auc(np.asarray(scores), click[part]))
     assert found[1] > found[0] + 0.1
+
+
+def test_candidates_share_the_history_of_their_request() -> None:
+    rng = np.random.default_rng(0)
+    config = sj.DINConfig(dim=4, length=5, attention=(6, 3), hidden=(4,))
+    model: Any = sj.clicks.build_click_model(
+        config, num_dense=0, features={"item": 20, "had": "item"}, rngs=nnx.Rngs(0)
+    )
+    params = jax.tree.map(lambda x: 3 * x + 0.5, nnx.state(model, nnx.Param))
+    nnx.update(model, params)
+    had = rng.integers(-1, 20, (2, 5)).astype(np.int32)
+    item = rng.integers(0, 20, (6, 1)).astype(np.int32)
+    nothing = np.zeros((2, 0), np.int32), np.zeros((6, 0), np.int32)
+    batch = CandidateBatch(
+        requests={"item": nothing[0], "had": had},
+        candidates={"item": item, "had": nothing[1]},
+    )
+    each = {"item": item, "had": np.repeat(had, 3, axis=0)}
+    dense = np.zeros((6, 0), np.float32)
+    np.testing.assert_allclose(model(dense, batch), model(dense, each), rtol=1e-5)
