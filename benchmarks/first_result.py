@@ -120,7 +120,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def verdict(seconds: dict[str, tuple[list[float], list[float]]]) -> int:
-    """Prints the seconds of each command in both trees, and their ratio; returns 1 if one is slower.
+    """Prints seconds and ratio of each command in both trees; returns 1 if one is slower.
 
     Args:
       seconds: for each command the seconds of its turns, in BASE and in the working tree.

@@ -3,16 +3,17 @@
     python benchmarks/steps.py run [--cases gpu] [--torch PYTHON] [--commit NAME]
     python benchmarks/steps.py table
 
-`clicks` is a DLRM of a shop: 26 tables with 1.2 M ids in all, 16 wide, 13 dense numbers,
-zipf 1.2. `sasrec` and `hstu` have two blocks, 50 places and 512 sampled negatives among 200,000 items;
-in `--cases lengths` 50 to 16,384 places, 65,536 in a batch, and 1,024 negatives; in `--cases events`
-columns of events, of users and a context beside ids, some 65,000 tokens of up to 200 in a history. `items` is
-an autoencoder over 40,981 items with a softmax over all. `din` is a DIN with a million users and
-items, vectors of 16, and layers of 80 and 40 that weigh a history, of whose places a uniform share
-is filled; `din-SharedBottom`, `din-MMoE` and `din-PLE` have two labels. In float32, *difference* is the largest
-one between the losses of both in 20 steps of SGD from the same weights, as a share. All others have Adam. *Own* is a custom loop under `sj.jit`, *plain* a custom loop without
-`max_targets`, *recommend* ranks items for one full history. *Kernels* is the time of GPU programs
-by CUPTI, *host* the time until a call returns.
+`clicks` is a DLRM of a shop: 26 tables with 1.2 M ids in all, 16 wide, 13 dense numbers, zipf 1.2.
+`sasrec` and `hstu` have two blocks, 50 places and 512 sampled negatives among 200,000 items; in
+`--cases lengths` 50 to 16,384 places, 65,536 in a batch, and 1,024 negatives; in `--cases events`
+columns of events, of users and a context beside ids, some 65,000 tokens of up to 200 in a history.
+`items` is an autoencoder over 40,981 items with a softmax over all. `din` is a DIN with a million
+users and items, vectors of 16, and layers of 80 and 40 that weigh a history, of whose places a
+uniform share is filled; `din-SharedBottom`, `din-MMoE` and `din-PLE` have two labels. In float32,
+*difference* is the largest one between the losses of both in 20 steps of SGD from the same
+weights, as a share. All others have Adam. *Own* is a custom loop under `sj.jit`, *plain* a custom
+loop without `max_targets`, *recommend* ranks items for one full history. *Kernels* is the time of
+GPU programs by CUPTI, *host* the time until a call returns.
 
 Each side is a process that waits while the other works, so both have the whole machine. Of
 each form there are several rounds, in turns. A busy machine makes all of them slower: compare

@@ -10,7 +10,8 @@ benchmark: ten tables, 1.05 million ids a step by a power law of 1.05, 350,000 o
 trains a table of `--gigabytes` in host memory, on batches of 65,536 examples of 26 ids. The device
 has slots for a fraction of its rows, `--share`. First the rows of `--warm` batches are copied, so
 that the device is full and rows must leave. With `--compare` a table of that size on the device is
-timed, too; with `--dynamic` both are dynamic tables. Batches are made and packed in advance. `fit_mesh.py` times a DLRM with dynamic tables.
+timed, too; with `--dynamic` both are dynamic tables. Batches are made and packed in advance.
+`fit_mesh.py` times a DLRM with dynamic tables.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""How annotations are checked at run time, under `--check-annotations`."""
+"""Checks annotations at run time, under `--check-annotations`."""
 
 from typing import Self
 
 import beartype
 from jax import export
 
-# An exported program has symbols for the sizes that it leaves open.
+# In an exported program, sizes that the export leaves open are symbols.
 Symbol = type(export.symbolic_shape("size")[0])
 
-# An int is a float, as it is for the type checker. Functions are checked one by one, and only in
-# a class that it checks as a whole does beartype take Self.
+# As for the type checker, an int is a float. Functions are checked one by one; beartype supports
+# Self only in a class that it checks as a whole.
 check = beartype.beartype(
     conf=beartype.BeartypeConf(
         is_pep484_tower=True,

@@ -15,9 +15,9 @@ from sparsejax.nn.models import FeedForward
 
 
 def checkerboard(rows: int, items: int) -> tuple[SparseDataset, SparseDataset]:
-    """Even rows like even items, odd rows odd ones; one entry of each row held out.
+    """Even rows like even items, odd rows like odd items. One entry of each row is held out.
 
-    The only item of its colour that a row does not have is the held-out one.
+    The held-out item is the only item of a row's colour that is missing in its training entries.
     """
     row, item = np.indices((rows, items))
     liked = row % 2 == item % 2
@@ -54,13 +54,13 @@ def build(
 
 
 def parameters(model) -> dict[str, int]:
-    """A checksum of each parameter."""
+    """A checksum for each parameter of a model."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param))
     return checksums({jax.tree_util.keystr(p): leaf for p, leaf in leaves})
 
 
 def without_speed(history):
-    """What of a history must repeat."""
+    """The part of a history that repeats exactly: everything but speeds."""
     return [
         {k: v for k, v in entry.items() if k != "examples_per_second"}
         for entry in history

@@ -1,4 +1,4 @@
-"""What every test runs under."""
+"""Settings and fixtures of all tests."""
 
 import contextlib
 import datetime
@@ -35,16 +35,18 @@ PROGRAMS = pathlib.Path(
 )
 MAX_BYTES = 2**30
 TESTS = pathlib.Path(__file__).parent
-collect_ignore = ["as_user"]  # has fixtures of its own, see `make test-as-user`
+# This folder has fixtures of its own, see `make test-as-user`.
+collect_ignore = ["as_user"]
 RENAMED = pytest.StashKey[set[str]]()
 OUTSIDE = pytest.StashKey[set[str]]()
-SHARES = 7  # of the cases in release_tests.txt; CI runs one a day
-IN_NO_SHARE = {"serving/test_fuzz.py::test_a_service_alone"}  # takes ten minutes
+SHARES = 7  # number of shares of release_tests.txt; CI runs one share a day
+# This case takes ten minutes.
+IN_NO_SHARE = {"serving/test_fuzz.py::test_a_service_alone"}
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
 def _keep_programs(folder: str | None, seconds: float) -> tuple[str | None, float]:
-    """Keeps programs that take this long to compile; gives what was set before."""
+    """Caches programs that take at least this long to compile; returns the former settings."""
     before = (
         jax.config.jax_compilation_cache_dir,
         jax.config.jax_persistent_cache_min_compile_time_secs,
@@ -57,24 +59,27 @@ def _keep_programs(folder: str | None, seconds: float) -> tuple[str | None, floa
 
 _keep_programs(str(PROGRAMS), 0.0)
 
-# Not the user's own: workers and commands in processes of their own share this folder.
+# Not the user's cache folder: test workers, and the commands that they start, share this folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _cache = tempfile.TemporaryDirectory()
     os.environ["XDG_CACHE_HOME"] = _cache.name
 
-# Eight devices for the mesh tests; others use the first and are no slower for it.
+# Mesh tests need eight devices; other tests use the first, and are not slower for it.
 jax.config.update("jax_num_cpu_devices", 8)
 # A wrong shape should fail, not broadcast.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Tracing makes many objects of which few are garbage: to look for it took a sixth of the time.
+# Tracing makes many objects, few of which are garbage: collecting took a sixth of the time.
 gc.set_threshold(50_000)
 
 hypothesis.settings.register_profile(
     "sparsejax",
-    deadline=None,  # the first example of a shape compiles
-    derandomize=True,  # its programs are found again; `--random-examples` draws others
-    max_examples=15,  # most of them compile, and a test has several forms
+    deadline=None,  # the first example of a shape is slow, because it compiles
+    # Equal examples in each session find their programs cached; `--random-examples` draws new
+    # ones.
+    derandomize=True,
+    # Few, because most examples compile, and a test runs in several forms.
+    max_examples=15,
 )
 hypothesis.settings.register_profile(
     "random", hypothesis.settings.get_profile("sparsejax"), derandomize=False
@@ -82,17 +87,18 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("sparsejax")
 
 
-# A shell lets what it runs in the background ignore it.
+# A shell makes its background processes ignore SIGINT; this undoes that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_programs_and_objects() -> Iterator[None]:
-    """Drops compiled programs when there are many, and spares objects that live on.
+    """Drops compiled programs when there are many, and excludes old objects from garbage
+    collection.
 
-    On a CPU each program maps some regions of memory, of which Linux lets a process have
-    65,530. To look for garbage among all that earlier modules left takes seconds, and
-    both `overwrite` and damaged checkpoints ask for it.
+    On a CPU each program maps some regions of memory; Linux allows a process 65,530 of them.
+    Collecting garbage among all objects of earlier modules takes seconds, and both `overwrite` and
+    damaged checkpoints start a collection.
     """
     yield
     regions = pathlib.Path("/proc/self/maps")
@@ -121,7 +127,7 @@ def _no_mesh_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def symbolic_sizes() -> Iterator[None]:
-    """For exports: annotations say int, where an exported program has a symbol."""
+    """For exports: where annotations require an int, an exported program has a symbol."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -129,7 +135,9 @@ def symbolic_sizes() -> Iterator[None]:
 
 @pytest.fixture
 def wrong_types() -> Iterator[None]:
-    """For tests that pass what an annotation forbids, to read what our own error says."""
+    """For tests that pass arguments of wrong types to check our own error messages: annotations
+    are not checked.
+    """
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -137,17 +145,21 @@ def wrong_types() -> Iterator[None]:
 
 @pytest.fixture
 def is_here(request) -> Callable[[warnings.WarningMessage], bool]:
-    """Whether a warning points to the test, or to the check of annotations that it calls."""
+    """A function that tests whether a warning points to the test, or to the check of
+    annotations.
+    """
     files = str(request.path), inspect.getsourcefile(jaxtyping.jaxtyped)
     return lambda warning: warning.filename in files
 
 
 @pytest.fixture
 def no_kept_programs(monkeypatch) -> Iterator[None]:
-    """For tests that count compilations, or keep programs themselves: nothing is kept."""
+    """For tests that count compilations or have their own cache: disables the cache of
+    programs.
+    """
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-    before = _keep_programs(None, 1.0)  # JAX's defaults
+    before = _keep_programs(None, 1.0)  # these are JAX's defaults
     yield
     _keep_programs(*before)
 
@@ -171,7 +183,9 @@ def running(request, capfd):
 
 @pytest.fixture
 def run_program(running):
-    """Calls a function with a GPU program, compiled; its arrays come to the host."""
+    """A function that compiles and runs a function with a GPU program; its arrays are copied to
+    the host.
+    """
 
     def call(function, *arguments):
         with running():
@@ -219,23 +233,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--share-of-release") == "today":
-        # As a number, which workers get: a day may end while they are started.
+        # Workers get a number, because the day may change while they are started.
         day = datetime.datetime.now(datetime.UTC).toordinal() % SHARES
         config.option.share_of_release = str(day)
     if config.getoption("--random-examples"):
         hypothesis.settings.load_profile("random")
     if config.getoption("--check-annotations"):
-        # Before their first import.
+        # The hook must be installed before the packages are first imported.
         jaxtyping.install_import_hook(
             ["sparsejax", "pallas_kernels"], "annotations.check"
         )
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+@pytest.hookimpl(tryfirst=True)  # this must run before `-m` selects tests
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Marks what two lists name, and skips tests of a GPU where there is none."""
+    """Marks the tests named in two lists, and skips GPU tests if there is no GPU."""
     config.stash[RENAMED] = set()
     released: set[str] = set()
     share = config.getoption("--share-of-release")
@@ -263,7 +277,7 @@ def pytest_collection_modifyitems(
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Says which share of the cases for a release are run."""
+    """Names the share of the release tests that is run."""
     share = config.getoption("--share-of-release")
     if share is None:
         return None
@@ -275,17 +289,17 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.fixture
 def renamed_tests(pytestconfig) -> set[str]:
-    """What the two lists name, and no test that was collected is called."""
+    """Names in the two lists that no collected test has."""
     return pytestconfig.stash[RENAMED]
 
 
 @pytest.fixture
 def functions_outside_ci(pytestconfig) -> set[str]:
-    """Functions of which each case that was collected is named in release_tests.txt."""
+    """Functions all of whose collected cases are named in release_tests.txt."""
     return pytestconfig.stash[OUTSIDE]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Bounds the folder of compiled programs, once all processes have ended."""
+    """Limits the size of the folder of compiled programs, after all processes have ended."""
     if not hasattr(session.config, "workerinput"):
         kept_programs.bound(PROGRAMS, MAX_BYTES)

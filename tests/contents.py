@@ -1,4 +1,4 @@
-"""What a data set holds, in plain Python."""
+"""The content of a data set as plain Python objects."""
 
 import numpy as np
 

@@ -1,4 +1,6 @@
-"""Networks of DSSTNE: its CIFAR sample, and a file made with netCDF4, which it reads with."""
+"""Networks of DSSTNE: its CIFAR sample, and files written by netCDF4, the library with which
+DSSTNE reads them.
+"""
 
 import netCDF4
 import numpy as np
@@ -43,7 +45,7 @@ LAYER = (
 
 
 def write(path, layers, weights, **network):
-    """A file of layers `{attribute: value}` and weights `(from, to, weights, bias)`."""
+    """Writes a file with layers `{attribute: value}` and weights `(from, to, weights, bias)`."""
     with netCDF4.Dataset(path, "w") as file:
         counts = {"layers": np.uint32(len(layers)), "weights": np.uint32(len(weights))}
         file.setncatts({**NETWORK, **counts, **network})
@@ -67,7 +69,7 @@ def write(path, layers, weights, **network):
 
 
 def tiny(path, **network):
-    """4 -> 2 -> 3 sigmoid units."""
+    """Writes a network of sigmoid units with layers of 4, 2 and 3."""
     layers = [
         {
             "name": "Input",
@@ -145,12 +147,12 @@ CIFAR = {
 
 
 def made(*layers, parameters=None, **keys):
-    """The network of these layers; `keys` are those of its JSON."""
+    """The network with these layers; `keys` are keys of its JSON."""
     definition = Definition.from_json({"Layers": list(layers), **keys})
     rngs = nnx.Rngs(params=0, dropout=1)
     return Network(definition, parameters=parameters, rngs=rngs)
 
 
 def rows(*texts):
-    """A batch of these dense rows."""
+    """A batch with these dense rows."""
     return CSR.from_scipy(scipy.sparse.csr_array(np.array(texts)))

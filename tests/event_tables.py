@@ -1,4 +1,4 @@
-"""Random events, and what preparing them should give."""
+"""Random events, and the expected result of preparing them."""
 
 import collections
 import contextlib
@@ -22,7 +22,9 @@ def entries(data: sj.SparseDataset) -> Contents:
 
 @contextlib.contextmanager
 def repeats() -> Iterator[list[str]]:
-    """The warnings within it of entries that `split_last` holds out with all their events."""
+    """Collects warnings about entries that `split_last` holds out with all of their events, while
+    the context is open.
+    """
     told: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -32,7 +34,7 @@ def repeats() -> Iterator[list[str]]:
 
 
 def frequent(table, min_user, min_item):
-    """The rows of a table whose users and items are frequent, one by one."""
+    """The rows of a table whose users and items are frequent, found one by one."""
     pairs = set(zip(table["user"], table["item"], strict=True))
     while True:
         users = collections.Counter(user for user, _ in pairs)
@@ -47,7 +49,7 @@ def frequent(table, min_user, min_item):
     return {name: [column[n] for n in at] for name, column in table.items()}
 
 
-# Two names of each kind differ in few code points; among integers ties are many.
+# Two names of one kind differ in few code points; integers have many ties.
 texts = st.text(
     st.one_of(st.sampled_from("aé\U0001f600 ,:\t"), st.characters(codec="utf-8")),
     min_size=1,
@@ -61,7 +63,7 @@ names = st.one_of(
 
 @st.composite
 def tables(draw):
-    """Events, with values that add up without rounding."""
+    """Draws events, with values that can be added without rounding."""
     users, items = draw(names), draw(names)
     events = draw(
         st.lists(
@@ -80,7 +82,9 @@ def tables(draw):
 
 
 def many_events() -> pa.Table:
-    """Events with a user of most items, an item in a third, and values that add up."""
+    """Events with a user who has most items, an item of a third of the users, and values that can
+    be added without rounding.
+    """
     rng = np.random.default_rng(0)
     item = rng.integers(0, 1500, 6000)
     item[rng.random(6000) < 1 / 3] = 7
@@ -92,7 +96,9 @@ def many_events() -> pa.Table:
 
 
 def expected(table: dict[str, list], kind: str, *, indicator: bool) -> Any:
-    """The options of a kind of preparation, its parts, and the number of repeats."""
+    """The options for a kind of preparation, the expected parts, and the expected number of
+    repeats.
+    """
 
     def read(keep: Callable[[tuple], bool], **options) -> sj.SparseDataset:
         events = [e for e in zip(*table.values(), strict=True) if keep(e)]
@@ -103,7 +109,7 @@ def expected(table: dict[str, list], kind: str, *, indicator: bool) -> Any:
     whole = read(lambda event: True)
     if kind not in ("new", "all"):
         return *_expected(whole, kind), 0
-    # Each part is read by itself: it has the values of its own events.
+    # Each part is read separately, so it has the values of its own events.
     events = list(zip(*table.values(), strict=True))
     earlier, later = ({e[:2] for e in events if (e[3] < 3) == side} for side in (1, 0))
     known = earlier if kind == "new" else set()
@@ -120,7 +126,7 @@ def _expected(whole: sj.SparseDataset, kind: str):
         case "fraction":
             return {"split_fraction": 0.5, "seed": 3}, *whole.split(0.5, seed=3)
         case "last":
-            # Of equal times the greater name is the later one.
+            # Among events at equal times, the one with the greater name is later.
             rank = np.argsort(np.argsort(whole.feature_names))
             order = rank[whole.matrix.indices].astype(np.int64)
             ranked = dataclasses.replace(whole, order=order)

@@ -1,4 +1,4 @@
-"""A predictor of each kind, which this process writes, or another one that runs the file."""
+"""Writes a predictor of each kind, in this process, or in another one that runs this file."""
 
 import pathlib
 import sys
@@ -10,7 +10,7 @@ import sparsejax as sj
 
 
 def export(folder: pathlib.Path) -> tuple[sj.SequenceDataset, sj.ClickDataset]:
-    """Writes items, histories and clicks; returns what the latter two can be asked."""
+    """Writes predictors of items, histories and clicks; returns data for the latter two."""
     names = [f"item {n}" for n in range(9)]
     config = sj.NetworkConfig.autoencoder((4,))
     model = sj.FeedForward(config, inputs=9, outputs=9, rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""Traced functions, and those within them."""
+"""Finds the functions inside traced functions."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The folder in which JAX keeps compiled programs between sessions of tests."""
+"""Maintains the folder in which JAX caches compiled programs between test sessions."""
 
 import pathlib
 import zlib
@@ -7,11 +7,11 @@ import filelock
 
 
 def bound(folder: pathlib.Path, max_bytes: int) -> None:
-    """Removes programs: those that were cut off, and the least recently used beyond a size.
+    """Removes truncated programs, and the least recently used ones beyond a total size.
 
-    JAX never writes a program again while its file is there. Tests kill processes, and
-    one that was killed while it wrote would make all later sessions warn. Only what is
-    newer than the last look is read.
+    JAX never rewrites a program while its file exists. Tests kill processes, and a process killed
+    while it writes would leave a file about which all later sessions warn. Only files newer than
+    the last call are read.
     """
     if not folder.is_dir():
         return
@@ -36,9 +36,10 @@ def bound(folder: pathlib.Path, max_bytes: int) -> None:
 
 
 def _is_whole(file: pathlib.Path) -> bool:
-    """False for what JAX compressed by zlib and did not write to its end."""
+    """Whether a file was written to its end; always true if JAX did not compress it by zlib."""
     content = file.read_bytes()
-    if content[:1] != b"\x78":  # of zlib; with zstd JAX looks for itself
+    # The first byte of zlib's format. With zstd, JAX checks the file itself.
+    if content[:1] != b"\x78":
         return bool(content)
     stream = zlib.decompressobj()
     try:

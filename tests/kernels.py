@@ -1,4 +1,4 @@
-"""Where the GPU kernels run in tests."""
+"""Runs GPU programs in tests."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 @contextlib.contextmanager
 def kernel_can_run() -> Iterator[None]:
-    """On a GPU the kernel is what it is; elsewhere it is interpreted."""
+    """While this context is open, GPU programs run: on a GPU as they are, elsewhere
+    interpreted.
+    """
     if jax.default_backend() == "gpu":
         yield
     else:

@@ -10,7 +10,7 @@ from sparsejax.sparse import CSR
 
 
 def with_garbage(matrix: CSR, extra: int, rng: np.random.Generator) -> CSR:
-    """The same matrix on the device, with `extra` entries of poisonous padding."""
+    """Copies a matrix to the device, and adds `extra` padding entries with invalid values."""
     count = int(matrix.indptr[-1])
     indices = rng.integers(-(2**31), 2**31, count + extra).astype(np.int32)
     indices[:count] = matrix.indices[:count]
@@ -42,18 +42,18 @@ def random_csr(
 
 @jax.jit
 def dense(matrix: CSR) -> jax.Array:
-    """`matrix.todense()`, compiled once for a shape."""
+    """`matrix.todense()`, compiled once for each shape."""
     return matrix.todense()
 
 
 def oracle(matrix: CSR) -> np.ndarray:
-    """The matrix as a dense float64 array, by SciPy."""
+    """The matrix as a dense float64 array, computed by SciPy."""
     return matrix.to_scipy().astype(np.float64).toarray()
 
 
 def sizes(matrix: CSR) -> np.ndarray:
-    """`oracle` of the absolute values: what a sum's rounding error is measured by."""
-    parts = matrix.to_scipy()  # whose own `abs` would add up duplicates first
+    """`oracle` of the absolute values, to which rounding errors of sums are relative."""
+    parts = matrix.to_scipy()  # SciPy's own `abs` would add up duplicates first
     data = np.abs(parts.data, dtype=np.float64)
     positive = scipy.sparse.csr_array(
         (data, parts.indices, parts.indptr), shape=parts.shape
@@ -69,9 +69,10 @@ def csrs(
     cols: int | None = None,
     unique: bool = False,
 ) -> CSR:
-    """Awkward matrices: empty rows, duplicate ids, one column, a very long row, a
-    capacity far above what is used, garbage in the padding; valued or not."""
-    # Few shapes, since each is compiled; what is in them varies.
+    """Awkward matrices, with or without values: empty rows, duplicate ids, one column, a very long
+    row, a capacity far above the number of entries, invalid values in the padding.
+    """
+    # Only a few shapes, because each is compiled; the content varies.
     shapes = [
         shape
         for shape in ((1, 7), (5, 1), (5, 40))

@@ -1,4 +1,4 @@
-"""What a compiled program needs, by the compiler's own figures."""
+"""The memory that a compiled program needs, as the compiler states it."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The page of all options, which is made of the dataclasses that state them.
+"""Writes the page of all options from the dataclasses that define them.
 
 `docs/options.md` is this page. After a change of an option, write it anew::
 
@@ -48,7 +48,7 @@ Row = tuple[str, ...]
 
 @dataclasses.dataclass
 class Section:
-    """A command.
+    """A section of the page: a command.
 
     Attributes:
       title: its heading.
@@ -61,14 +61,14 @@ class Section:
     arguments: Collection[str]
 
     def rows(self) -> Iterator[tuple[str, Row]]:
-        """Its options and their rows."""
+        """The names and table rows of the section's options."""
         for field in dataclasses.fields(self.options):
             if field.name in self.arguments or flags_of(field):
                 yield field.name, _row(self.options, field)
 
 
 def page() -> str:
-    """The whole page."""
+    """The text of the whole page."""
     sections = list(_sections())
     users = collections.Counter(
         owner
@@ -87,7 +87,7 @@ def page() -> str:
 
 
 def _sections() -> Iterator[Section]:
-    """The commands."""
+    """The sections: one for each command."""
     for command in flags.Command.__subclasses__():
         words = re.sub(r"\B(?=[A-Z])", "-", command.__name__).lower()
         method, python = METHODS.get(command, ("", Options))
@@ -127,19 +127,19 @@ def _section(
 
 
 def _owner(options: type[Options], name: str) -> type[Options]:
-    """The class that states an option."""
+    """The class that defines an option."""
     return next(c for c in options.__mro__ if name in inspect.get_annotations(c))
 
 
 def _own_rows(owner: type[Options]) -> Iterator[tuple[str, Row]]:
-    """The options that a class itself states."""
+    """The options that a class itself defines, with their table rows."""
     for field in dataclasses.fields(owner):
         if _owner(owner, field.name) is owner:
             yield field.name, _row(owner, field)
 
 
 def _row(options: type[Options], field: dataclasses.Field[Any]) -> Row:
-    """The cells of an option."""
+    """The table cells of an option."""
     default = "needed"
     if field.default is not dataclasses.MISSING:
         shown = [flag.default for flag in flags_of(field) if flag.default]
@@ -154,7 +154,7 @@ def _row(options: type[Options], field: dataclasses.Field[Any]) -> Row:
 
 
 def _table(rows: Iterable[Row]) -> Iterator[str]:
-    """A table of options, in lines."""
+    """The lines of a table of options."""
     for row in (COLUMNS, ("---",) * len(COLUMNS), *rows):
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |"
     yield ""

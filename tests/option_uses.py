@@ -1,4 +1,4 @@
-"""The options that the library reads, found in its text by the annotations of variables."""
+"""Finds the options that the library reads, by the annotations of variables in its source."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sparsejax.options.option import Options
 
 LIBRARY = pathlib.Path(sparsejax.__file__).parent
 Kind = type[Options]
-# Methods that give all options of a class, by name.
+# Methods that return all options of a class by name.
 _WHOLE = {"values_of", "useful", "option_names"}
-# Methods that pass the options which two classes share from one to the other.
+# Methods that copy the options which two classes share.
 _PASSES = {"as_type", "shared_with"}
 
 
@@ -53,7 +53,7 @@ class Uses:
                     self._note(node, self._typed(node))
 
     def unread(self, options: Kind) -> set[str]:
-        """The options of a class that nothing reads."""
+        """The options of a class that no module reads."""
         return {
             field.name
             for field in dataclasses.fields(options)
@@ -78,7 +78,7 @@ class Uses:
                 self._known.setdefault(each.asname, self._known[each.name])
 
     def _typed_in(self, cls: ast.ClassDef) -> dict[str, list[Kind]]:
-        """The attributes of a class that hold options; of options also itself."""
+        """The attributes of a class that hold options; in a class of options also `self`."""
         found = {"self": self._known.get(cls.name, [])}
         for node in cls.body:
             if isinstance(node, ast.AnnAssign):
@@ -132,7 +132,7 @@ class Uses:
 
 
 def _place(node: ast.AST) -> str:
-    """A variable, or an attribute of one, as text; "" is anything else."""
+    """A variable, or an attribute of one, as text; "" for any other expression."""
     if isinstance(node, ast.Attribute):
         return f"{_place(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -143,5 +143,5 @@ def _method(call: ast.Call) -> str:
 
 
 def _stated_by(options: Kind, name: str) -> set[type]:
-    """The classes that state an option, as itself or as that of a class above."""
+    """The classes that define an option: the class itself, or a base class."""
     return {c for c in options.__mro__ if name in vars(c).get("__annotations__", {})}

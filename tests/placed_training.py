@@ -1,4 +1,4 @@
-"""Trains embedding tables under a placement on mesh after mesh, and compares with NumPy.
+"""Trains embedding tables under a placement on several meshes, and compares them with NumPy.
 
 It is SparseOperationKit's test of its distributed lookups. The suite trains small tables. All of
 it takes half an hour on two CPU cores::
@@ -26,7 +26,7 @@ MESHES = [(1, 1), (1, 8), (2, 4), (8, 1)]
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Of a training. A tuple has a value for each table, which has one feature."""
+    """Sizes of a training. A tuple has one value for each table; each table has one feature."""
 
     num_rows: tuple[int, ...] = (40_960, 8_192)
     dims: tuple[int, ...] = (128, 4)
@@ -50,7 +50,7 @@ class Size:
         }
 
     def batch_of(self, step):
-        """Ids, some of them missing, and what the results should be."""
+        """Ids of a step, some of them missing, and the targets."""
         rng = np.random.default_rng(step)
         ids = {
             f"f{i}": rng.integers(-1, rows, (self.batch, hot)).astype(np.int32)
@@ -63,7 +63,7 @@ class Size:
 
 
 def placed_training(size, rule, *, meshes=MESHES, plan=None):
-    """Tables before and after, trained in equal parts on each mesh."""
+    """The tables before and after training, in which each mesh trains an equal number of steps."""
     with tempfile.TemporaryDirectory() as folder:
         saved, first, last = Checkpoints(folder), None, None
         for i, (data, model) in enumerate(meshes):
@@ -99,7 +99,7 @@ def _step(embeddings, optimizer, ids, goal):
 
 
 def tables_of(embeddings):
-    """All tables, by one program."""
+    """All tables as arrays, computed by one program."""
     return jax.tree.map(np.asarray, _tables(embeddings))
 
 
@@ -110,7 +110,7 @@ def _tables(embeddings):
 
 
 def numpy_training(size, rule, first):
-    """The tables after all steps, in float64."""
+    """The tables after all steps, computed in float64."""
     tables = {name: table.astype(np.float64) for name, table in first.items()}
     states = {
         name: {key: np.asarray(value, np.float64) for key, value in state.items()}
@@ -135,7 +135,7 @@ def numpy_training(size, rule, first):
             slope = (x @ w - goal[:, start : start + dim]) / 16
             rate = rule.learning_rate
             w, state = numpy_step(rule, w, state, x.T @ slope, step + 1, rate)
-            if rule.name == "lazy_adam":  # rows without an id stay
+            if rule.name == "lazy_adam":  # rows without an id do not change
                 seen = np.unique(mine[used])
                 for old, new in [
                     (tables[name], w),
@@ -149,7 +149,7 @@ def numpy_training(size, rule, first):
 
 
 def error(got, want):
-    """The largest difference, as a share of the largest number of its table."""
+    """The largest difference relative to the largest number of its table."""
     return max(np.abs(got[n] - want[n]).max() / np.abs(want[n]).max() for n in want)
 
 
@@ -170,7 +170,7 @@ RULES = [
 
 
 def main():
-    """Every placement with SGD, and every other rule under one of them."""
+    """Runs each placement with SGD, and each other rule with one placement."""
     sgd, *others = RULES
     want = None
     kinds: list[Placement] = ["rows", "table", "columns", "replicated"]

@@ -55,7 +55,7 @@ def items(rng: np.random.Generator) -> tuple[Any, Any]:
 
 
 def losses_of(kind: str, rule: str, profile: Callable[[Any], Any]) -> list[float]:
-    """The losses of a fit, then of a profiled one and another one, and so on."""
+    """The losses of a fit, then of a profiled fit and another fit, and so on."""
     config, data = {"clicks": clicks, "histories": histories, "items": items}[kind](
         np.random.default_rng(0)
     )
@@ -79,14 +79,14 @@ def losses_of(kind: str, rule: str, profile: Callable[[Any], Any]) -> list[float
         return loss
 
     def both(seed):
-        """A loop of one's own after `fit`."""
+        """Trains by `fit` and by a custom loop."""
         return fit(seed) + float([step(model, optimizer, x) for _ in range(3)][-1])
 
     return [both(0), *profile(both)]
 
 
 def main(kind: str, rule: str, cycles: int) -> float:
-    """The largest difference, as a part of the loss."""
+    """The largest difference, relative to the loss."""
 
     def plain(fit):
         return [fit(seed) for seed in range(1, 2 * cycles + 1)]

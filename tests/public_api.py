@@ -1,4 +1,4 @@
-"""The public names and their signatures, as lines of text.
+"""Lists the public names and their signatures as lines of text.
 
 `tests/public_api.txt` has them. After a change that was meant, write it anew::
 
@@ -28,12 +28,12 @@ PACKAGES = [
     "metrics",
 ]
 PACKAGES += ["embeddings", "mesh", "nn", "optimizers", "sequence", "spark", "training"]
-PACKAGES += ["cli.flags"]  # the flags of the commands
+PACKAGES += ["cli.flags"]  # this module has the flags of the commands
 SNAPSHOT = pathlib.Path(__file__).parent / "public_api.txt"
 
 
 def lines() -> list[str]:
-    """One line for each public name, and for each public member of a class."""
+    """A line for each public name, and for each public member of a class."""
     found: list[str] = []
     for package in PACKAGES:
         module = importlib.import_module(f"sparsejax.{package}".rstrip("."))
@@ -46,7 +46,9 @@ def lines() -> list[str]:
 
 
 def public_names(module: Any) -> set[str]:
-    """Those that its stub names, or that it imports as themselves, or that it makes."""
+    """The names that a module's stub lists, that it imports under their own name, or that it
+    defines.
+    """
     path = pathlib.Path(module.__file__)
     stub = path.with_suffix(".pyi")
     text = (stub if stub.exists() else path).read_text()
@@ -66,7 +68,7 @@ def public_names(module: Any) -> set[str]:
 
 
 def described(name: str, value: Any) -> Iterator[str]:
-    """The signature of a function; of a class also its members."""
+    """The signature of a function; for a class also of its members."""
     if inspect.ismodule(value):
         return
     yield name + signature(value)
@@ -80,7 +82,7 @@ def described(name: str, value: Any) -> Iterator[str]:
             continue
         if not owner.__module__.startswith("sparsejax"):
             continue
-        if owner is Options:  # the same for all verbs and commands
+        if owner is Options:  # these are equal for all verbs and commands
             continue
         own = inspect.getattr_static(value, member)
         if isinstance(own, staticmethod | classmethod):
@@ -89,11 +91,11 @@ def described(name: str, value: Any) -> Iterator[str]:
 
 
 def signature(value: Any) -> str:
-    """Parameters with their defaults; annotations are in the code."""
-    if isinstance(value, type):  # the metaclass of NNX's modules takes anything
+    """Parameters with their defaults. Annotations can be read in the code."""
+    if isinstance(value, type):  # the metaclass of NNX modules accepts any arguments
         made = inspect.getattr_static(value, "__init__")
         value = value if made is object.__init__ else made
-    if callable(value):  # until something states another signature
+    if callable(value):  # a callable, unless something states another signature
         value = inspect.unwrap(value, stop=lambda f: hasattr(f, "__signature__"))
     if not callable(value) or getattr(value, "_is_protocol", False):
         return ""
@@ -110,7 +112,7 @@ def signature(value: Any) -> str:
 
 
 class _Shown:
-    """Something with this text."""
+    """An object whose `repr` is this text."""
 
     def __init__(self, text: str):
         self.text = text
@@ -120,7 +122,7 @@ class _Shown:
 
 
 def shown(parameter: inspect.Parameter) -> Any:
-    """The default, without addresses of objects."""
+    """The default of a parameter, without memory addresses of objects."""
     default = parameter.default
     if default is inspect.Parameter.empty:
         return default

@@ -1,10 +1,10 @@
-"""Metrics of rankings by their definitions, an item at a time."""
+"""Metrics of rankings computed by their definitions, one item at a time."""
 
 import math
 
 
 def expected(name, ids, labels, k):
-    """The metric of a row."""
+    """The metric of one row."""
     hits = [rank for rank, i in enumerate(ids[:k], start=1) if i in labels]
     if not labels:
         return 0.0

@@ -1,4 +1,6 @@
-"""Run folders, and the files of a checkerboard: even users like even items, odd users odd ones."""
+"""Run folders, and the files of a checkerboard: even users like even items, odd users like odd
+items.
+"""
 
 import dataclasses
 import pathlib
@@ -19,7 +21,7 @@ from sparsejax.runs import folders
 
 USERS, ITEMS = 60, 20
 NETWORK = ["--hidden", "16", "--linear", "None", "--temperature", "0.1"]
-# Its programs compile in half the time of Adam's.
+# Adagrad's programs compile in half the time of Adam's.
 FIT = ["--optimizer", "adagrad", "--learning-rate", "0.1", "--batch-size", "16"]
 
 
@@ -49,10 +51,13 @@ class Board:
 
 
 def checkerboard() -> tuple[SparseDataset, SparseDataset]:
-    """All items of its colour for each user: `(train, two held out for each)`."""
+    """For each user all items of its colour: a training set, and a set with two held-out items
+    each.
+    """
     full = np.add.outer(np.arange(USERS), np.arange(ITEMS)) % 2 == 0
     rng = np.random.default_rng(0)
-    order = np.argsort(rng.random(full.shape) + ~full, axis=1)  # its colour first
+    # Items of the user's colour come first.
+    order = np.argsort(rng.random(full.shape) + ~full, axis=1)
     heldout = np.zeros_like(full)
     np.put_along_axis(heldout, order[:, :2], True, axis=1)
 
@@ -78,12 +83,12 @@ def write_lines(path: pathlib.Path, data: SparseDataset) -> str:
 
 
 def names_of(*names: str) -> np.ndarray:
-    """Names as a data set has them."""
+    """Names as a data set stores them."""
     return np.array(names, dtype=np.dtypes.StringDType())
 
 
 def recommendations(path: pathlib.Path) -> dict[str, dict[str, float]]:
-    """`{user: {item: score}}` of a file that `predict` wrote, in its order."""
+    """The content of a file that `predict` wrote: `{user: {item: score}}`, in its order."""
     found = {}
     for line in path.read_text().splitlines():
         user, _, rest = line.partition("\t")
@@ -93,13 +98,13 @@ def recommendations(path: pathlib.Path) -> dict[str, dict[str, float]]:
 
 
 def items_of(data: SparseDataset, row: int) -> set[str]:
-    """The names of a row's items."""
+    """The names of the items in a row."""
     start, end = data.matrix.indptr[row : row + 2]
     return set(data.feature_names[data.matrix.indices[start:end]])
 
 
 def parameters(folder: str | pathlib.Path) -> dict[str, bytes]:
-    """Every parameter of a run's model, bit for bit."""
+    """The bytes of each parameter of a run's model."""
     state = nnx.to_pure_dict(nnx.state(folders.load_model(folder)[0], nnx.Param))
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {
@@ -108,7 +113,7 @@ def parameters(folder: str | pathlib.Path) -> dict[str, bytes]:
 
 
 def kill_in_training(argv: Sequence[str], folder: pathlib.Path) -> int:
-    """Kills a command once its run has a checkpoint, whose step it returns."""
+    """Kills a command once its run has a checkpoint; returns the step of the checkpoint."""
     training = subprocess.Popen([sys.executable, "-m", "sparsejax", *argv])
     checkpoints = Checkpoints(folder / "checkpoints")
     while not checkpoints.steps() and training.poll() is None:

@@ -1,4 +1,4 @@
-"""A service on a port, and who asks it."""
+"""Services on ports, and clients of them."""
 
 import asyncio
 import concurrent.futures
@@ -25,14 +25,16 @@ from sparsejax.serving.connections import configured
 from sparsejax.serving.grpc import server as grpc_server
 from sparsejax.serving.service import Service
 
-NAMES = [*(f"item {n}" for n in range(8)), "jalapeño"]  # of the items
+NAMES = [*(f"item {n}" for n in range(8)), "jalapeño"]  # names of the items
 
 
 @contextlib.contextmanager
 def listening(
     service: Service, *, beside: Callable[[], Coroutine] | None = None
 ) -> Iterator[int]:
-    """Within it a service answers on a port, in a thread; and `beside` runs in its loop."""
+    """Runs a service on a port in a thread while the context is open; `beside` runs in its event
+    loop.
+    """
     server = uvicorn.Server(configured(service))
 
     async def serve() -> None:
@@ -44,7 +46,7 @@ def listening(
     def run() -> None:
         with asyncio.Runner(
             loop_factory=uvloop.new_event_loop
-        ) as runner:  # as the command
+        ) as runner:  # as the command configures it
             runner.run(serve())
 
     with socket.create_server(("127.0.0.1", 0)) as bound:
@@ -61,7 +63,7 @@ def listening(
 
 @contextlib.contextmanager
 def grpc_listening(service: Service) -> Iterator[int]:
-    """Within it a service answers over gRPC on a port, in a thread."""
+    """Runs a service over gRPC on a port, in a thread, while the context is open."""
     loop, started = asyncio.new_event_loop(), threading.Event()
     stop, ports = asyncio.Event(), list[int]()
 
@@ -86,7 +88,7 @@ def grpc_listening(service: Service) -> Iterator[int]:
 
 @contextlib.contextmanager
 def over_grpc(service: Service) -> Iterator[grpc.Channel]:
-    """Within it a service answers over gRPC, in a thread: a channel to it."""
+    """Runs a service over gRPC in a thread while the context is open; yields a channel to it."""
     with (
         grpc_listening(service) as port,
         grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
@@ -96,7 +98,9 @@ def over_grpc(service: Service) -> Iterator[grpc.Channel]:
 
 @contextlib.contextmanager
 def working(service: Service, ask: Callable[[], object]) -> Iterator[threading.Event]:
-    """Keeps the device at work on a request until the event is set: further ones wait."""
+    """Keeps the device busy with a request until the event is set, so that further requests
+    wait.
+    """
     engine = service.version("films", None).batcher.engine
     fetched, begun, may_end = engine.fetched, threading.Event(), threading.Event()
 
@@ -120,7 +124,7 @@ def working(service: Service, ask: Callable[[], object]) -> Iterator[threading.E
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Waits for a condition, also on a busy machine."""
+    """Waits until a condition is true, with a long timeout for busy machines."""
     end = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end
@@ -128,9 +132,9 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has now, without what it has freed."""
+    """Bytes of memory that this process uses, without freed memory."""
     gc.collect()
-    # What is free goes back to the system, or it would depend on what was before.
+    # Returns freed memory to the system; otherwise the result would depend on earlier tests.
     ctypes.CDLL(None).malloc_trim(0)
     status = pathlib.Path("/proc/self/status").read_text()
     found = re.search(r"^VmRSS:\s*(\d+) kB", status, re.MULTILINE)
@@ -139,7 +143,7 @@ def resident() -> int:
 
 
 class Client:
-    """Asks one service."""
+    """A client of one service."""
 
     def __init__(self, port: int):
         self.port = port
@@ -151,7 +155,7 @@ class Client:
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of an answer."""
+        """Sends a request; returns status, headers and body of the answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with contextlib.closing(connection):
             connection.request(method, path, body, headers or {})
@@ -160,14 +164,14 @@ class Client:
             return answer.status, found, answer.read()
 
     def get(self, path: str) -> tuple[int, Any]:
-        """Status and JSON of an answer."""
+        """Sends a GET request; returns status and JSON of the answer."""
         status, _, body = self.ask("GET", path)
         return status, json.loads(body)
 
     def infer(
         self, *inputs: dict, model: str = "films", **request: Any
     ) -> tuple[int, Any]:
-        """Status of an answer and its outputs by name, or its error."""
+        """Sends an inference request; returns the status, and the outputs by name or the error."""
         body = json.dumps({"inputs": inputs, **request}).encode()
         status, _, answer = self.ask("POST", f"/v2/models/{model}/infer", body)
         found = json.loads(answer)
@@ -179,18 +183,18 @@ class Client:
 def tensor(
     name: str, datatype: str, data: list, shape: list[int] | None = None
 ) -> dict:
-    """An input in JSON."""
+    """An input tensor in the protocol's JSON."""
     shape = [len(data)] if shape is None else shape
     return {"name": name, "datatype": datatype, "shape": shape, "data": data}
 
 
 def prefixed(*names: bytes) -> bytes:
-    """Names as binary data."""
+    """Names in the protocol's binary form."""
     return b"".join(struct.pack("<I", len(name)) + name for name in names)
 
 
 def binary(inputs: list[tuple[dict, bytes]], **request: Any) -> tuple[bytes, int]:
-    """The body of a request with binary inputs, and the bytes of its JSON."""
+    """The body of a request with binary inputs, and the number of bytes of its JSON part."""
     described = [
         {**facts, "parameters": {"binary_data_size": len(data)}}
         for facts, data in inputs

@@ -1,4 +1,4 @@
-"""The processes of a cluster of Spark on this machine."""
+"""Finds and kills the processes of a Spark cluster on this machine."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-# What the command line of a process has.
+# A part of the command line by which each kind of process is recognized.
 _WORDS = {
     "executor": "CoarseGrainedExecutorBackend",
     "worker": "pyspark.daemon",
@@ -16,7 +16,7 @@ _WORDS = {
 
 
 def processes_below(ancestor: int, kind: str | None = None) -> list[int]:
-    """The processes that a process has started, and those that these have, and so on.
+    """The processes that a process has started, directly or indirectly.
 
     Args:
       ancestor: the number of the process.
@@ -28,7 +28,7 @@ def processes_below(ancestor: int, kind: str | None = None) -> list[int]:
             try:
                 state = (folder / "stat").read_text().rpartition(")")[2].split()
                 command = (folder / "cmdline").read_text()
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
             if state[0] != "Z":
                 parents[int(folder.name)] = int(state[1])
@@ -42,7 +42,7 @@ def processes_below(ancestor: int, kind: str | None = None) -> list[int]:
     found = [p for p in parents if p != ancestor and is_below(p)]
     if kind is not None:
         found = [p for p in found if _WORDS[kind] in commands[p]]
-    if kind == "worker":  # their parent has the same command
+    if kind == "worker":  # the parent of the workers has the same command line
         found = [p for p in found if _WORDS[kind] in commands.get(parents[p], "")]
     return sorted(found)
 
@@ -55,7 +55,8 @@ def killing(kind: str, when: Callable[[], bool]) -> Iterator[None]:
     def kill() -> None:
         while not over.wait(0.02):
             if when() and (found := processes_below(os.getpid(), kind)):
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                # The process has just ended.
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(found[-1], signal.SIGKILL)
                     killed.append(found[-1])
                     return
@@ -74,5 +75,6 @@ def is_running(process: int) -> bool:
     """Whether a process has not ended yet."""
     with contextlib.suppress(OSError):
         state = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]
-        return state.split()[0] != "Z"  # one that has ended may wait for its parent
+        # A process that has ended is a zombie until its parent collects it.
+        return state.split()[0] != "Z"
     return False

@@ -39,27 +39,27 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(_HISTORIES.split(), "histories"),
     **dict.fromkeys(_CLICKS.split(), "clicks"),
 }
-# The kind of a module, by words in its path; of the others, by its wing.
+# The kind that a module is about, by words in its path; for other modules by the wing.
 HOMES = {"click": "clicks", "sequence": "histories", "histor": "histories"}
 WINGS = {"nn": "items", "dsstne": "items"}
 WORDS = {"items", "histories", "clicks", "autoencoder", "sasrec", "hstu", "gru"}
 PREDICATES = {"of_histories", "is_click_model", "is_history_model"}
 MOST_PARAMETERS = 8
-# A function or a module with more lines of code than this is a long one.
+# Functions and modules with more lines of code than this count as long.
 LONG_FUNCTION = 40
 LONG_MODULE = 300
 
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """A branch on kinds: where it stands, and what it asks."""
+    """A branch on kinds: its position, and the question that it asks."""
 
     where: str
     asks: str
 
 
 def branches(path: str, tree: ast.AST) -> Iterator[Branch]:
-    """The branches on kinds of a module."""
+    """Finds the branches on kinds in a module."""
     for node in ast.walk(tree):
         asked = _asked(node)
         if asked and {KINDS.get(name, "") for name in asked.split()} != {home(path)}:
@@ -67,7 +67,7 @@ def branches(path: str, tree: ast.AST) -> Iterator[Branch]:
 
 
 def home(path: str) -> str | None:
-    """The kind that a module is about, if it is about one."""
+    """The kind that a module is about; None if it is about no single kind."""
     found = [kind for word, kind in HOMES.items() if word in path]
     parts = path.removesuffix(".py").split("/")
     if parts[1] == "kinds" and "items" in parts:
@@ -76,7 +76,7 @@ def home(path: str) -> str | None:
 
 
 def _asked(node: ast.AST) -> str:
-    """What a node asks about a kind; nothing if it is no such question."""
+    """The question that a node asks about a kind; empty if it asks none."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         if node.func.id in ("isinstance", "issubclass") and len(node.args) == 2:
             return " ".join(sorted(_names(node.args[1]) & KINDS.keys()))
@@ -93,7 +93,7 @@ def _asked(node: ast.AST) -> str:
         if isinstance(node.ops[0], ast.In | ast.NotIn) and isinstance(
             node.left, ast.Constant
         ):
-            return ""  # whether there is a column or a key of this name
+            return ""  # this only asks whether a column or a key of this name exists
         return " ".join(sorted(_words(sides) & WORDS))
     if isinstance(node, ast.If | ast.IfExp | ast.While):
         return " ".join(sorted(_attributes(node.test) & PREDICATES))
@@ -102,14 +102,14 @@ def _asked(node: ast.AST) -> str:
     if isinstance(node, ast.MatchValue):
         return " ".join(_words([node.value]) & WORDS)
     if isinstance(node, ast.Dict):
-        # A dict with a key "items" alone is no table of kinds.
+        # A dict whose only such key is "items" is not a table of kinds.
         found = _words([key for key in node.keys if key]) & set(KINDS.values())
         return " ".join(sorted(found)) if len(found) > 1 else ""
     return ""
 
 
 def _words(nodes: list[ast.expr]) -> set[str]:
-    """The strings of some expressions."""
+    """The string constants in some expressions."""
     return {
         leaf.value
         for node in nodes
@@ -148,7 +148,7 @@ def long_signatures(path: str, tree: ast.AST) -> Iterator[str]:
 
 
 def code_lines(text: str, tree: ast.AST) -> set[int]:
-    """Numbers of the lines with code: no docstring, no comment, nothing blank."""
+    """Numbers of the lines with code: lines with docstrings, comments or nothing do not count."""
     no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT}
     no_code |= {tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
     found = set[int]()
@@ -166,7 +166,7 @@ def code_lines(text: str, tree: ast.AST) -> set[int]:
 
 
 def untyped(text: str, tree: ast.AST) -> int:
-    """How often a type checker learns nothing: `Any`, `object`, `cast`, an ignored line.
+    """How often the code defeats type checking: `Any`, `object`, `cast`, or an ignored line.
 
     A call of `object` makes a sentinel and is not counted.
     """
@@ -182,7 +182,7 @@ def untyped(text: str, tree: ast.AST) -> int:
 
 
 def counted(root: pathlib.Path) -> dict[str, int]:
-    """What has a ceiling, counted in the texts of a checkout."""
+    """All counts that have a ceiling, for the texts of a checkout."""
     found: collections.Counter[str] = collections.Counter()
     functions, modules = [0], [0]
     for package in ("pallas_kernels", "sparsejax"):
@@ -222,7 +222,7 @@ def ceilings(pyproject: str) -> dict[str, int]:
 
 
 def above(counts: dict[str, int], limits: dict[str, int]) -> list[str]:
-    """What is wrong with some counts: those above their ceilings, and those without one."""
+    """Messages about counts above their ceilings, or without a ceiling."""
     wrong = [
         f"{name}: {count:,} is above the ceiling, {limits[name]:,}"
         for name, count in counts.items()
@@ -257,7 +257,7 @@ def _raised_in_history(root: pathlib.Path, commits: int = 20) -> list[str]:
     try:
         log = _git(root, "log", f"-{commits}", "--format=%H", "--", "pyproject.toml")
     except (OSError, subprocess.CalledProcessError):
-        return []  # no clone, as in a source archive
+        return []  # the folder is not a clone, as in a source archive
     wrong = []
     for commit in log.split():
         after = ceilings(_git(root, "show", f"{commit}:pyproject.toml"))
@@ -265,7 +265,8 @@ def _raised_in_history(root: pathlib.Path, commits: int = 20) -> list[str]:
         try:
             before = ceilings(_git(root, "show", f"{commit}^:pyproject.toml"))
         except subprocess.CalledProcessError:
-            continue  # the first commit, or the last one that a shallow clone has
+            # This is the first commit, or the last one that a shallow clone has.
+            continue
         wrong += [f"{commit[:8]}: {line}" for line in raised(before, after, message)]
     return wrong
 

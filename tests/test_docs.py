@@ -1,4 +1,4 @@
-"""The pages: what they show is run, and the API lists every public name."""
+"""Runs the code that the pages show, and checks that the API page lists every public name."""
 
 import ast
 import contextlib
@@ -58,7 +58,9 @@ def python(page: str) -> list[str]:
 
 
 def quick(page: str) -> list[str]:
-    """The same with Adagrad, whose programs compile in half the time of Adam's."""
+    """Replaces the rule in a page by Adagrad, whose programs compile in half the time of
+    Adam's.
+    """
     return [
         code.replace("sj.optimizers.adam(", "sj.optimizers.adagrad(")
         for code in python(page)
@@ -370,7 +372,9 @@ def test_dsstne(trained):
 
 
 def public_names() -> dict[str, set[str]]:
-    """What users can name, with the arguments that it takes: also what classes have."""
+    """The names that users can write, with the arguments that each accepts; for classes also their
+    members.
+    """
     rules = [rule for rule in vars(losses).values() if hasattr(rule, "name")]
     found: dict[str, set[str]] = {rule.name: set() for rule in rules}
 
@@ -391,7 +395,7 @@ def public_names() -> dict[str, set[str]]:
     return found
 
 
-# What the tables say of other things than names of ours.
+# Spans of code in the tables that do not name things of ours.
 GIVEN = {
     *(
         "jax",
@@ -421,7 +425,7 @@ GIVEN = {
 
 
 def unknown_names(span: str, known: dict[str, set[str]]) -> set[str]:
-    """What a piece of code in a table names of ours that does not exist."""
+    """Names in a table's code that should be ours, but do not exist."""
     try:
         tree = ast.parse(f"{span}\n")
     except SyntaxError:

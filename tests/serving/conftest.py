@@ -29,7 +29,7 @@ def predictor(file) -> sj.Predictor:
 
 @pytest.fixture(scope="session")
 def settings() -> Settings:
-    """Those of the service that tests share: one program."""
+    """Settings of the service that tests share: it has one program."""
     return Settings(shapes=(Shape(4, 256),), body_seconds=0.5)
 
 
@@ -54,7 +54,7 @@ def client(port) -> Client:
 
 @pytest.fixture(scope="session")
 def kinds(tmp_path_factory) -> pathlib.Path:
-    """The folder with a predictor of each kind."""
+    """A folder with a predictor of each kind."""
     folder = tmp_path_factory.mktemp("kinds")
     exported_kinds.export(folder)
     return folder

@@ -1,4 +1,6 @@
-"""The users of `test_locust`: requests of one row, some of several, and some that are refused."""
+"""The users of `test_locust`: requests of one row, of several rows, and some that must be
+refused.
+"""
 
 import json
 import random
@@ -10,7 +12,7 @@ PATH = "/v2/models/films/infer"
 
 
 class Visitor(locust.FastHttpUser):
-    """Sends five requests a second, whenever the answers come."""
+    """Sends five requests a second, independently of the time until answers arrive."""
 
     wait_time = locust.constant_throughput(5)
 

@@ -1,5 +1,6 @@
-"""The protocol over real sockets: answers have the bits of `recommend`, errors say what was
-expected."""
+"""The protocol over real sockets: answers are bitwise those of `recommend`, errors state what was
+expected.
+"""
 
 import contextlib
 import json
@@ -29,7 +30,7 @@ ITEMS = tensor("items", "BYTES", ["item 3", "unheard", "jalapeño"])
 
 @pytest.fixture(scope="module")
 def expected(predictor) -> tuple[list[list[str]], np.ndarray]:
-    """Names and scores of three rows: items 3 and 8, item 1, none."""
+    """Names and scores for three rows: one with items 3 and 8, one with item 1, one empty."""
     ids, indptr = np.array([3, 8, 1], np.int32), np.array([0, 2, 3, 3, 3])
     x = sj.CSR(None, ids, indptr, num_cols=9)
     found = predictor.recommend(x, exclude=x)  # four rows: the program that serves
@@ -494,7 +495,7 @@ def test_metrics(client):
 
 
 def raw(port: int, data: bytes) -> bytes:
-    """What a service answers to bytes, after which nothing more is sent."""
+    """Sends bytes, then closes the sending side; returns all that the service answers."""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(data)
         found = b""
@@ -579,7 +580,7 @@ def test_broken_http(client, port):
 
 @pytest.fixture
 def held(service, monkeypatch):
-    """A service that takes three rows and three requests at once."""
+    """A service whose queue accepts three rows and three requests at a time."""
     held = Service("films", Settings(max_rows=3, at_once=3, limits=Limits(body=2**16)))
     version = service.version("films", None)
     monkeypatch.setattr(held, "_version", version)

@@ -1,4 +1,6 @@
-"""What waits while the device works is the next batch; and who leaves costs nothing."""
+"""Requests that arrive while the device is busy form the next batch; a client that disconnects
+costs nothing.
+"""
 
 import threading
 import time
@@ -24,7 +26,7 @@ DENSE = Array(name="x", dtype="float32", shape=(1,))
 
 
 class Doubling(Engine):
-    """Doubles numbers when the gate is open, and knows what batches it was given."""
+    """An engine that doubles numbers when its gate is open, and records its batches."""
 
     def __init__(self, *shapes: int, alike: int = 1, queues: bool = False):
         self._alike, self.queues = alike, queues
@@ -170,7 +172,9 @@ def test_a_full_batch_is_packed_while_the_device_works(engine):
 
 
 class ByEntries(Doubling):
-    """Each number says how many entries its row has; ten fill a batch."""
+    """An engine in which each number says how many entries its row has. Ten entries fill a
+    batch.
+    """
 
     def __init__(self):
         super().__init__(1, 4)

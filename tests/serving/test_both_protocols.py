@@ -1,4 +1,4 @@
-"""The same request over HTTP and over gRPC, for each kind, has the answer of the predictor."""
+"""Equal requests over HTTP and gRPC are answered as the predictor answers, for each kind."""
 
 import contextlib
 import itertools
@@ -33,7 +33,7 @@ Asked = tuple[Client, stubs.GRPCInferenceServiceStub, sj.Predictor]
 
 @pytest.fixture(scope="module")
 def asked(file, kinds, tmp_path_factory) -> Iterator[dict[str, Asked]]:
-    """For each kind who asks its service over both ports, and its predictor."""
+    """For each kind, the clients of its service on both ports, and its predictor."""
     folder: pathlib.Path = tmp_path_factory.mktemp("both")
     (folder / "sold-out.txt").write_text(f"{SOLD_OUT}\n")
     had = np.array([[name in row for name in NAMES] for row in SEEN.values()])
@@ -78,7 +78,7 @@ def flat(data: list) -> list:
 
 
 def message(inputs, model: str, parameters: dict, *, raw: bool):
-    """The request as a message: its data as bytes, or in fields."""
+    """The request as a gRPC message: its data as raw bytes, or in typed fields."""
     kinds = {bool: "bool_param", int: "int64_param"}
     request = messages.ModelInferRequest(
         model_name=model,
@@ -103,7 +103,7 @@ def message(inputs, model: str, parameters: dict, *, raw: bool):
 
 
 def outputs(answer) -> dict[str, dict]:
-    """The outputs of a message as those of JSON are."""
+    """The outputs of a gRPC message in the form of those in JSON."""
     raw: list[bytes] = [*answer.raw_output_contents]
     found = {}
     for number, output in enumerate(answer.outputs):
@@ -131,7 +131,7 @@ def outputs(answer) -> dict[str, dict]:
 
 
 def compared(asked: Asked, inputs, parameters=None, *, model: str = "films") -> dict:
-    """The answer, which is the same over HTTP and, twice, over gRPC."""
+    """Sends a request over HTTP and, twice, over gRPC; returns the answer, which must be equal."""
     (client, stub, _), parameters = asked, parameters or {}
     status, expected = client.infer(*inputs, model=model, parameters=parameters)
     assert status == 200, expected
@@ -145,7 +145,7 @@ def compared(asked: Asked, inputs, parameters=None, *, model: str = "films") -> 
 
 
 def csr(rows: list[list[str]], values: list[float] | None = None) -> sj.CSR:
-    """Four rows, as the program that serves has."""
+    """Four rows, the size of the served program."""
     pairs = [
         sorted((NAMES.index(name), n) for n, name in enumerate(row)) for row in rows
     ]
@@ -204,7 +204,7 @@ ITEMS = {
 
 
 def check_best(found: dict, names: list[list[str]], scores: np.ndarray) -> None:
-    """Each row has these items, with the bits of these scores."""
+    """Checks that each row has these items, and bitwise these scores."""
     padded = len(found["items"]["shape"]) == 2
     counts = found["lengths"]["data"]
     assert counts == [*map(len, names)]

@@ -1,4 +1,6 @@
-"""Requests that name the items to rank: the answer is that of all items without the others."""
+"""Requests that name the items to rank are answered as a ranking of all items without the
+others.
+"""
 
 import itertools
 
@@ -56,7 +58,7 @@ def test_some_items_are_ranked(dtype, with_others):
 
 
 def expected(predictor, history: list[str], candidates: list[str]):
-    """The best of all items, without those that are no candidates."""
+    """The best of all items, after all items are removed that are not candidates."""
     unwanted = sorted({*NAMES} - {*candidates} | {*history})
     x, without = (
         CSR(None, np.array(ids, np.int32), np.array([0, len(ids)]), num_cols=9)

@@ -1,4 +1,4 @@
-"""Changes of tables that a service takes while it answers."""
+"""A service applies changes of tables while it answers requests."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What clients of other servers send, and gRPC's standard health service."""
+"""Requests as clients of other servers send them, and gRPC's standard health service."""
 
 import asyncio
 import json

@@ -1,7 +1,6 @@
-"""A walk through the Open Inference Protocol, version 2: each endpoint, answer and error.
+"""Checks each endpoint, answer and error of the Open Inference Protocol, version 2.
 
-The schemas are those of its specification, `open_inference_rest.yaml`, written anew. Where that
-allows further members, they do not.
+The schemas follow its specification, `open_inference_rest.yaml`, but allow no further members.
 """
 
 import json
@@ -14,7 +13,7 @@ TEXT, FLAG = {"type": "string"}, {"type": "boolean"}
 
 
 def an_object(**members) -> dict:
-    """The schema of an object. A member whose name ends in `_` may be missing."""
+    """A JSON schema of an object. A member whose name ends in `_` is optional."""
     named = {name.rstrip("_"): schema for name, schema in members.items()}
     required = [name for name in members if not name.endswith("_")]
     return {
@@ -78,7 +77,7 @@ GETS = {
 
 
 def walked(client, method: str, path: str, document: object = None) -> tuple[int, dict]:
-    """The status and the JSON of an answer."""
+    """Sends a request and checks its schema; returns the status and the JSON of the answer."""
     body = None if document is None else json.dumps(document).encode()
     status, headers, found = client.ask(method, path, body)
     assert headers["content-type"] == "application/json"

@@ -1,4 +1,6 @@
-"""Connections: heads of any size, offers of other protocols, halves of connections, held bodies."""
+"""Connections: headers of any size, offers of other protocols, half-closed connections, delayed
+bodies.
+"""
 
 import json
 import re
@@ -21,13 +23,15 @@ OFFER = (
 
 
 def post(*headers: bytes, length: int = len(BODY), version: str = "1.1") -> bytes:
-    """The head of a request."""
+    """The header of a request."""
     line = f"POST {INFER} HTTP/{version}\r\nhost: x\r\ncontent-length: {length}\r\n"
     return line.encode() + b"".join(headers) + b"\r\n"
 
 
 def asked(port: int, *parts: bytes, ends: bool = False) -> bytes:
-    """All that a service answers until it closes the connection."""
+    """Sends parts of a request; returns all that a service answers until it closes the
+    connection.
+    """
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         for part in parts:
             connection.sendall(part)

@@ -1,4 +1,6 @@
-"""An answer has the bits of `Predictor.recommend` for its shape, alone and in company."""
+"""An answer is bitwise that of `Predictor.recommend` for its shape, alone and in a shared
+batch.
+"""
 
 from typing import cast
 
@@ -27,7 +29,7 @@ def rows(engine: Engine, *histories: list[str], **options) -> list:
 
 
 def outputs(engine: Engine, *requests) -> list[np.ndarray]:
-    """The outputs for the rows of some requests, which share a batch."""
+    """The outputs for some requests, whose rows share a batch."""
     found = engine.run(SHAPE, engine.packed(SHAPE, requests))
     count = sum(engine.size_of(each).rows for each in requests)
     return [array[:count] for array in found]
@@ -109,7 +111,7 @@ def test_nothing_is_compiled_after_the_start(engine):
 
 
 def answered(engine: Engine, given) -> list[np.ndarray]:
-    """The outputs for each part of a request."""
+    """The outputs for each part of a request that is too large for one batch."""
     found = []
     for size, part in engine.pieces(given):
         shape = engine.shape_for(size)

@@ -1,4 +1,4 @@
-"""Items of a file that nobody is recommended, and that changes while the service runs."""
+"""A file names items that are recommended to nobody; it changes while the service runs."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ CANDIDATES = tensor("candidates", "BYTES", NAMES)
 
 
 def write(path: pathlib.Path, *names: str) -> None:
-    """Moves a new file into its place."""
+    """Writes a new file and renames it to its final name."""
     new = path.with_suffix(".new")
     new.write_text("".join(f"{name}\n" for name in names))
     os.replace(new, path)
@@ -46,7 +46,7 @@ def look(service: Service) -> None:
 
 
 def of(answer: tuple[int, dict]) -> dict[str, float]:
-    """The items of an answer and their scores."""
+    """The items in an answer, with their scores."""
     status, found = answer
     assert status == 200, found
     return dict(zip(found["items"]["data"], found["scores"]["data"], strict=True))

@@ -1,6 +1,6 @@
-"""Requests that chance has damaged are answered or refused, and the service goes on.
+"""Requests with random damage are answered or refused, and the service continues.
 
-The test for a release takes ten minutes, and asks a service in a process of its own:
+The test for a release takes ten minutes, and sends requests to a service in a separate process:
 `pytest tests/serving/test_fuzz.py -k alone`.
 """
 
@@ -72,7 +72,7 @@ NASTY = [
 
 
 def request_(chance: random.Random) -> dict[str, Any]:
-    """A request without a fault."""
+    """A valid request, drawn at random."""
     names = [f"item {chance.randrange(12)}" for _ in range(6)]
     inputs = [tensor("items", "BYTES", names, chance.choice([[6], [2, 3]]))]
     if inputs[0]["shape"] == [6] and chance.random() < 0.5:
@@ -87,7 +87,7 @@ def request_(chance: random.Random) -> dict[str, Any]:
 
 
 def places(document: Any) -> list[tuple[Any, Any]]:
-    """Each container of a document with each of its keys."""
+    """All pairs of a container in a document and one of its keys."""
     if isinstance(document, dict):
         keys = list(document)
     elif isinstance(document, list):
@@ -99,7 +99,7 @@ def places(document: Any) -> list[tuple[Any, Any]]:
 
 
 def damaged(chance: random.Random) -> tuple[bytes, dict[str, str]]:
-    """The body of a request, and its headers."""
+    """A randomly damaged request: its body and its headers."""
     document = request_(chance)
     for _ in range(chance.randrange(3)):
         container, key = chance.choice(places(document))
@@ -124,7 +124,7 @@ def damaged(chance: random.Random) -> tuple[bytes, dict[str, str]]:
 
 
 def ask_over_http(connection, chance: random.Random) -> int:
-    """The status of the answer to a damaged request."""
+    """Sends a damaged request; returns the status of the answer."""
     body, headers = damaged(chance)
     connection.request("POST", "/v2/models/films/infer", body, headers)
     answer = connection.getresponse()
@@ -144,7 +144,7 @@ ITEMS = {
 
 
 def message(chance: random.Random) -> bytes:
-    """A message of gRPC, in which something may be wrong."""
+    """A gRPC message that may be damaged."""
     if chance.random() < 0.2:
         made = messages.ModelInferRequest(model_name="films", inputs=[ITEMS])
         return made.SerializeToString()
@@ -172,7 +172,7 @@ def message(chance: random.Random) -> bytes:
 
 
 def ask_over_grpc(infer, chance: random.Random) -> grpc.StatusCode:
-    """The status of the answer to a message that may be damaged."""
+    """Sends a message that may be damaged; returns the status of the answer."""
     sent = message(chance)
     try:
         infer(sent)
@@ -189,7 +189,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 def broken_http(chance: random.Random) -> bytes:
-    """What a client may send that does not know HTTP, or stops in the middle of it."""
+    """Bytes that are not valid HTTP, or end too early."""
     body = json.dumps(request_(chance)).encode()
     line = chance.choice(
         [b"POST /v2/models/films/infer HTTP/1.1", b"GET /v2 HTTP/1.1", b"PUT / HTTP/9"]
@@ -219,7 +219,7 @@ def broken_http(chance: random.Random) -> bytes:
 
 
 def broken_http2(chance: random.Random) -> bytes:
-    """Frames of HTTP/2 that chance has made, mostly behind a right beginning."""
+    """Random frames of HTTP/2, usually after a valid beginning."""
     sent = _PREFACE if chance.random() < 0.8 else chance.randbytes(24)
     sent += b"\0\0\0\4\0\0\0\0\0"  # empty settings
     for _ in range(chance.randrange(9)):
@@ -232,7 +232,7 @@ def broken_http2(chance: random.Random) -> bytes:
 
 
 def break_in(port: int, sent: bytes, chance: random.Random) -> None:
-    """Sends bytes, and leaves: at once, by a reset, or after an answer."""
+    """Sends bytes, then disconnects: at once, by a reset, or after an answer."""
     with (
         contextlib.suppress(ConnectionError, TimeoutError),
         socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
@@ -252,12 +252,12 @@ def break_in(port: int, sent: bytes, chance: random.Random) -> None:
 
 
 def descriptors(process: int) -> int:
-    """How many files and sockets a process has open."""
+    """Number of files and sockets that a process has open."""
     return len(os.listdir(f"/proc/{process}/fd"))
 
 
 def memory(process: int) -> int:
-    """Bytes of memory that a process has."""
+    """Bytes of memory that a process uses."""
     if process == os.getpid():
         return resident()
     status = pathlib.Path(f"/proc/{process}/status").read_text()
@@ -267,7 +267,7 @@ def memory(process: int) -> int:
 
 
 class Fuzzer:
-    """Asks a service what chance says.
+    """Sends random requests to a service.
 
     Attributes:
       counts: of requests, by what became of them.
@@ -285,7 +285,7 @@ class Fuzzer:
         self._connection.close()
 
     def turn(self) -> None:
-        """A request of each sort."""
+        """Sends a request of each kind."""
         chance = self._chance
         self.counts[ask_over_http(self._connection, chance)] += 1
         self.counts[ask_over_grpc(self._infer, chance)] += 1
@@ -312,7 +312,7 @@ class Fuzzer:
             self.counts["right answers"] += 1
 
     def _good(self) -> list[dict[str, Any]]:
-        """The outputs of the answer to a request without a fault."""
+        """Sends a valid request; returns the outputs in the answer."""
         body = json.dumps(_GOOD).encode()
         self._connection.request("POST", "/v2/models/films/infer", body)
         answer = self._connection.getresponse()

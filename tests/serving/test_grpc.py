@@ -1,4 +1,4 @@
-"""The protocol over gRPC has the answers of HTTP."""
+"""Answers over gRPC equal those over HTTP."""
 
 import threading
 import time
@@ -43,7 +43,7 @@ def asked(*inputs: dict, **facts) -> messages.ModelInferRequest:
 
 
 def given(name: str, datatype: str, data: list | None = None, **facts) -> dict:
-    """An input: its data by the message, or none if they are raw."""
+    """An input whose data is in the message, or without data if that is raw."""
     if data is None:
         return {"name": name, "datatype": datatype, **facts}
     field = {

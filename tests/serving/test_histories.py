@@ -1,4 +1,4 @@
-"""Users by name: what they had before comes from a saved data set."""
+"""Requests that name users: their earlier items are read from a saved data set."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Requests from twenty users, by a tool that services are measured with."""
+"""Requests from twenty users, sent by Locust, a tool for load tests."""
 
 import csv
 import os

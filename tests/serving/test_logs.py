@@ -1,4 +1,4 @@
-"""The log never holds up a service: neither if nobody reads it, nor if its reader has left."""
+"""The log never blocks a service, neither if nobody reads the log, nor if its reader has ended."""
 
 import json
 import os

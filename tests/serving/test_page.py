@@ -1,4 +1,4 @@
-"""The page for a person: it runs its own script alone, and names cannot become HTML."""
+"""The service's page in a browser: it runs only its own script, and names are escaped in HTML."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""Names as binary data, fast and slow."""
+"""Names as binary data, decoded by the fast and by the slow form."""
 
 import numpy as np
 import pytest

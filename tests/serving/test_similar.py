@@ -1,4 +1,4 @@
-"""The second model: items like given items."""
+"""The second model of a service, which finds items similar to given items."""
 
 import contextlib
 

@@ -1,4 +1,6 @@
-"""A version that answers the example of its file in another way does not serve."""
+"""A version is not served if its answer to the example in its file differs from the stored
+answer.
+"""
 
 import asyncio
 import dataclasses
@@ -25,7 +27,7 @@ STORED = StoredAnswer(
 
 
 def damage(source, target) -> None:
-    """Writes a copy whose largest weight is zeros, and whose checksums are right."""
+    """Writes a copy whose largest array of weights is 0, with correct checksums."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
         parts = {each: old.read(each) for each in old.namelist()}
         weights = [name for name in parts if name.startswith("weights/")]

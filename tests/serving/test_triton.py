@@ -1,4 +1,4 @@
-"""The model of Triton's Python backend, called as Triton calls it."""
+"""The model for Triton's Python backend, called as Triton calls it."""
 
 import json
 import pathlib
@@ -54,7 +54,7 @@ class _Request(NamedTuple):
 
 @pytest.fixture
 def backend(monkeypatch):
-    """The module that Triton puts beside its models."""
+    """The module that Triton provides to its models."""
     backend: Any = types.ModuleType("triton_python_backend_utils")
     backend.Tensor, backend.InferenceResponse = _Tensor, _Response
     backend.TritonError = str
@@ -62,7 +62,7 @@ def backend(monkeypatch):
 
 
 def _loaded(version: pathlib.Path, parameters: dict[str, Any]) -> Any:
-    """A model as Triton makes it."""
+    """Makes and initializes a model as Triton does."""
     spaces: dict[str, Any] = {}
     exec((version / "model.py").read_text(), spaces)  # noqa: S102 - Triton imports it
     model = spaces["TritonPythonModel"]()

@@ -1,4 +1,4 @@
-"""A newer version takes the place of the older one between two batches, and loses nothing."""
+"""A newer version replaces the older one between two batches, and no request is lost."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ from sparsejax.serving.versions import FILE, Versions, found_in
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[int, pathlib.Path]:
-    """A predictor for even and one for odd versions, which know each other's names."""
+    """A predictor for even and one for odd versions. Their names show which one answered."""
     folder = tmp_path_factory.mktemp("versions")
     names = {0: ["even a", "even b", "same"], 1: ["same", "odd a", "odd b"]}
     for parity, items in names.items():
@@ -51,7 +51,7 @@ def service(tmp_path):
 def put(
     folder: pathlib.Path, number: int, file: pathlib.Path, *, damaged=False
 ) -> None:
-    """Writes a version, whole and at once."""
+    """Writes a version atomically."""
     content = bytearray(file.read_bytes())
     if damaged:
         content[len(content) // 2 :] = b""
@@ -342,7 +342,9 @@ def test_a_version_that_is_drained_leaves_before_the_next_one_comes(
 
 @contextlib.contextmanager
 def administered(service, versions):
-    """Within it both applications answer: clients of the service and of its operator."""
+    """Runs the service's application and the operator's while the context is open; yields a client
+    of each.
+    """
     with socket.create_server(("127.0.0.1", 0)) as bound:
         admin = uvicorn.Server(configured(service, app.admin(service, versions)))
 

@@ -1,4 +1,4 @@
-"""Batches of rows, and the room they get."""
+"""Batches of rows, and the capacities for their entries."""
 
 import itertools
 

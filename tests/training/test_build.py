@@ -1,4 +1,4 @@
-"""A model and its optimizer in one call."""
+"""Builds a model and its optimizer in one call."""
 
 from typing import Any
 

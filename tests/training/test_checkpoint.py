@@ -1,4 +1,4 @@
-"""Checkpoints: what goes in comes out, and damage is noticed."""
+"""Checkpoints restore what was saved, and detect damage."""
 
 import gc
 import math
@@ -37,7 +37,7 @@ def modules(seed: int, width: int = 8):
 
 
 def fill(pair, value: float) -> None:
-    """Sets all parameters."""
+    """Sets all parameters to a value."""
     state = nnx.state(pair[0], nnx.Param)
     nnx.update(pair[0], jax.tree.map(lambda p: jnp.full_like(p, value), state))
 

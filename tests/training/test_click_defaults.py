@@ -1,4 +1,4 @@
-"""Settings of click models by the number of examples, and what is said of a bad model."""
+"""Defaults of click models by the number of examples, and warnings about bad models."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ CONFIG = sj.WideDeepConfig(dim=2, hidden=(4,))
 
 
 def drawn(rows: int, seed: int = 0) -> sj.ClickDataset:
-    """Clicks that depend on a user, on tags and on a number."""
+    """Draws clicks that depend on a user, on tags and on a number."""
     rng = np.random.default_rng(seed)
     schema = sj.ClickSchema(
         "click",
@@ -54,7 +54,7 @@ def lists_of(clicks: sj.ClickDataset) -> Any:
 
 
 class Scaled(nnx.Module):
-    """The logits of a dense column."""
+    """A model whose logit is a multiple of a dense column."""
 
     kind = "clicks"
 

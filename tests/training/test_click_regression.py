@@ -44,7 +44,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def drawn(rows: int, seed: int = 0, items: int = 5) -> sj.ClickDataset:
-    """Clicks that depend on the item, on the items that a user has seen, and on a number."""
+    """Draws clicks that depend on the item, on the items that a user has seen, and on a number."""
     rng = np.random.default_rng(seed)
     price = 2 + 3 * rng.standard_normal((rows, 1)).astype(np.float32)
     item, user = rng.integers(2, 2 + items, rows), rng.integers(0, 6, rows)
@@ -73,7 +73,7 @@ def on(shape):
 
 
 def parts(model: Any) -> list[np.ndarray]:
-    """The arrays of the regression."""
+    """The arrays of the model's regression."""
     return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model.linear))]
 
 

@@ -1,4 +1,4 @@
-"""Weights of the examples of clicks, from a file's column to losses and metrics."""
+"""Weights of click examples, from a column of a file to losses and metrics."""
 
 import json
 
@@ -24,7 +24,7 @@ USERS = np.arange(ROWS) % 3
 
 
 def table(rows=ROWS) -> dict[str, list]:
-    """Columns whose weights are 0 to 3."""
+    """Columns of a file, with weights from 0 to 3."""
     rng = np.random.default_rng(0)
     return {
         "click": rng.integers(0, 2, rows).tolist(),

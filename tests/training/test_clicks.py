@@ -1,4 +1,6 @@
-"""Click models by `fit`, by a loop of one's own, from disk, on meshes and after a kill."""
+"""Trains click models by `fit`, by a custom loop, from disk, on meshes, and resumed after a
+kill.
+"""
 
 import contextlib
 from typing import Any
@@ -26,7 +28,7 @@ SCHEMA = sj.ClickSchema(
 
 
 def made(rows=ROWS, *, seed=0) -> sj.ClickDataset:
-    """Clicks that depend on the user; with empty lists, and a long one."""
+    """Draws clicks that depend on the user; some lists are empty, and one is long."""
     rng = np.random.default_rng(seed)
     user = rng.integers(0, 30, rows).astype(np.int32)
     lengths = rng.integers(0, 4, rows)

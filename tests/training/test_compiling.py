@@ -1,4 +1,4 @@
-"""Models of the same sizes share their programs: the second one compiles nothing."""
+"""Models of equal sizes share compiled programs: the second model compiles nothing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture
 def compiled():
-    """How many programs were compiled, or found in a cache of the disk."""
+    """Counts programs that were compiled, or read from a cache on disk."""
     count = [0]
 
     def listen(event, *_, **__):

@@ -1,4 +1,4 @@
-"""deterministic=True: what the compiler is told, and the bits of several processes."""
+"""deterministic=True: options passed to the compiler, and equal bits in several processes."""
 
 import os
 import pathlib
@@ -49,7 +49,9 @@ PROGRAMS = "jit_run_steps", "jit_settle", "jit_recommended", "jit_measured"
 
 
 def started(*flags: bool, dump: pathlib.Path | None = None) -> subprocess.Popen:
-    """A process that trains; it prints losses, metrics and checksums, a line a training."""
+    """Starts a process that trains; it prints losses, metrics and checksums, one line for each
+    training.
+    """
     env = dict(os.environ)
     if dump is not None:
         pattern = "|".join(PROGRAMS)
@@ -69,7 +71,7 @@ def printed(process: subprocess.Popen) -> str:
 
 
 def programs_told(folder: pathlib.Path) -> set[str]:
-    """The programs that XLA compiled with deterministic operations."""
+    """The programs for which XLA was asked for deterministic operations."""
     told = {}
     for path in folder.glob("*debug_options*"):
         (name,) = re.findall("|".join(PROGRAMS), path.name)

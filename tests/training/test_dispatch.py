@@ -1,4 +1,4 @@
-"""Dispatches: their order, their sizes, and what one program does."""
+"""Dispatches: their order, their sizes, and the work of one program."""
 
 import contextlib
 from typing import Any
@@ -25,7 +25,7 @@ from sparsejax.verbs.recommend import recommend
 
 
 def order(rows: int, epoch: int, batch_size: int, *, data: int = 1, seed: int = 0):
-    """`[steps, batch]`."""
+    """The row numbers of an epoch's batches, `[steps, batch]`."""
     key = jax.random.key(seed)
     drawn = np.asarray(epoch_order(key, epoch, rows, batch_size, data))
     assert drawn.shape[1] == data
@@ -235,7 +235,7 @@ def test_full_dispatches_train_the_same(
 
 
 class Settings(nnx.Module):
-    """A part of a model, with a dict of arrays that is no part of its graph."""
+    """A part of a model with a dict of arrays, which is not a part of the module's graph."""
 
     def __init__(self):
         self.arrays = nnx.data({"a": nnx.Param(jnp.ones(2))})
@@ -297,7 +297,7 @@ def test_one_capacity_for_all_epochs():
 
 
 class Counted(FeedForward):
-    """Counts how often its loss is traced."""
+    """A model that counts how often its loss is traced."""
 
     traces = 0
 

@@ -1,4 +1,4 @@
-"""Click models with dynamic tables: data with ids of 64 bits, `fit`, runs and the command."""
+"""Click models with dynamic tables: data with 64-bit ids, `fit`, runs and the command."""
 
 import dataclasses
 import json
@@ -170,7 +170,7 @@ def test_a_killed_fit_goes_on_to_the_bit(clicks, tmp_path):
 
 @pytest.fixture(scope="module")
 def many() -> sj.ClickDataset:
-    """Clicks of more users than the devices have rows."""
+    """Draws clicks of more users than the devices have rows."""
     made = columns(640)
     users = np.arange(640) * 3 + np.random.default_rng(1).integers(0, 90, 640)
     made["user"] = users.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -258,7 +258,7 @@ def test_keys_are_sent_before_the_steps(clicks, monkeypatch):
 
 
 def sums_outside(jaxpr) -> list[str]:
-    """Cumulative sums that a compiler may divide over a mesh."""
+    """Finds cumulative sums that a compiler may divide over a mesh."""
     found, whole = [], set()
     for equation in jaxpr.eqns:
         name = equation.primitive.name

@@ -1,4 +1,4 @@
-"""Training on histories whose events have columns, and on the events that are targets."""
+"""Trains on histories whose events have columns, and with only some events as targets."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,9 @@ ITEMS = 8
 
 
 def world(users: int, seed: int = 0, says: bool = True) -> pandas.DataFrame:
-    """A "buy" moves a user on by 3 items, a "view" by 1, in 9 of 10 cases."""
+    """Draws events: after a "buy" a user's next item is 3 further, after a "view" 1, in 9 of 10
+    cases.
+    """
     rng = np.random.default_rng(seed)
     item, rows = rng.integers(ITEMS, size=users), []
     for time in range(9):
@@ -123,7 +125,7 @@ def test_only_targets_are_learned_and_measured():
 
 
 def whole(schema: sj.EventSchema) -> sj.SequenceDataset:
-    """Events with columns, of which one is known before, and with users."""
+    """Events with columns, one of which is known before the event, and with user columns."""
     table = world(70)
     tags = np.random.default_rng(1).integers(0, 5, len(table))
     table["tags"] = [["a", "b", "c", "d"][:n] for n in tags]
@@ -134,7 +136,8 @@ def whole(schema: sj.EventSchema) -> sj.SequenceDataset:
 
 
 def bought_after(users: int, seed: int) -> tuple[pandas.DataFrame, np.ndarray]:
-    """Any item may come; whether it is bought depends on it and on the kind before.
+    """Draws events of random items. Whether an item is bought depends on it and on the kind
+    before.
 
     Returns:
       The events, and the probability that the last one is a purchase.
@@ -399,7 +402,9 @@ def test_held_out_events_may_be_of_new_users_alone():
 
 
 def planned(users: int, seed: int = 0) -> tuple[pandas.DataFrame, Any]:
-    """A step of 1, 3, 5 or 7 items, in 9 of 10 cases; the best answers of who knows all."""
+    """Draws steps of 1, 3, 5 or 7 items, which are followed in 9 of 10 cases; also returns the
+    best possible predictions.
+    """
     rng = np.random.default_rng(seed)
     first, hour, plan = (rng.integers(n, size=users) for n in (ITEMS, 2, 2))
     best = (first + 1 + 2 * hour + 4 * plan) % ITEMS

@@ -1,4 +1,4 @@
-"""fit: what it learns, what it refuses, and that it can be interrupted."""
+"""fit: results, errors, and interruption."""
 
 import contextlib
 import signal
@@ -407,7 +407,7 @@ def test_a_loss_that_is_not_finite_stops(tmp_path):
 
 
 class Losses:
-    """Those of a dispatch; notes when they are read."""
+    """The losses of a dispatch; records when they are read."""
 
     def __init__(self, losses: jax.Array, calls: list[str]):
         self.losses, self.calls = losses, calls

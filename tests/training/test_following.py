@@ -1,4 +1,4 @@
-"""Runs that follow a folder: files are trained on as they appear, each once."""
+"""Runs that follow a folder: each file is trained on once, when it appears."""
 
 import concurrent.futures
 import json
@@ -41,7 +41,7 @@ WIDE_DEEP: dict[str, Any] = {
 
 
 def write(folder, name, rows, seed):
-    """A file that is renamed into its place."""
+    """Writes a file under a temporary name, and renames it."""
     rng = np.random.default_rng(seed)
     users = rng.integers(20 * seed, 20 * seed + 100, rows)
     table = {
@@ -56,7 +56,7 @@ def write(folder, name, rows, seed):
 
 
 def ended_at(until, log=None):
-    """A `log=` that ends a training when a file ends, and so many steps are done, at least."""
+    """A function `log` that ends a training when a file ends, after at least `until` steps."""
 
     def told(step, entry):
         if log is not None:
@@ -68,7 +68,7 @@ def ended_at(until, log=None):
 
 
 def follow(place, *, until, log=None, **options):
-    """Trains until so many steps are done, at least, and a file ends."""
+    """Trains for at least `until` steps, to the end of a file."""
 
     return sj.Run.train(
         place / "clicks",

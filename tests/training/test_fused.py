@@ -1,4 +1,4 @@
-"""Training with the output's update fused into its loss, against training without."""
+"""Compares training with fused updates of the output layer with training without them."""
 
 import functools
 
@@ -35,7 +35,7 @@ def build(
 
 
 def trained(fused, rule, **options):
-    """Parameters, state and losses after two epochs."""
+    """Parameters, optimizer state and losses after two epochs."""
     model, optimizer = build(rule, **options)
     x = random_csr(50, 40, 0.2, valued=True, seed=1)
     labels = random_csr(50, ITEMS, 0.05, seed=2)
@@ -133,7 +133,7 @@ def test_operands_of_another_dtype_follow_the_kernel():
 
 
 def one_step(rule, implementation, dtype):
-    """What a fused step returns, and the state before it."""
+    """The result of a fused step, and the state before it."""
     config = NetworkConfig.autoencoder(
         hidden=(64,), temperature=None, output_dtype=dtype
     )

@@ -1,4 +1,4 @@
-"""`fit` of models whose tables are in host memory, against tables on the device."""
+"""Compares `fit` of models with tables in host memory with `fit` of tables on the device."""
 
 import errno
 import gc
@@ -160,7 +160,7 @@ def test_a_resume_has_the_same_bits(tmp_path, monkeypatch):
 
 
 def train_on(folder, result):
-    """What a process does that is killed: it goes on where the one before was."""
+    """The code of a process that is killed: it resumes the training of the process before it."""
     model = hosted()
     options = {"checkpoint_dir": folder, "checkpoint_seconds": 0, "resume": True}
     _, history = fitted(model, num_epochs=6, **options)
@@ -242,7 +242,7 @@ def test_parts_of_a_dispatch_do_their_steps_alone(monkeypatch):
 
 
 def saved(folder):
-    """A model with a checkpoint, and a file of its rows."""
+    """A model, its checkpoint, and a file of its rows."""
     model = hosted()
     optimizer, _ = fitted(model, num_epochs=1)
     checkpoints = checkpoint.Checkpoints(folder)

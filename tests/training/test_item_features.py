@@ -1,4 +1,4 @@
-"""Models with content of their items are built, trained, measured, saved and exported."""
+"""Models with item content are built, trained, measured, saved and exported."""
 
 import pickle
 from typing import Any, cast
@@ -22,7 +22,9 @@ def kind_of_item(item):
 
 @pytest.fixture(scope="module")
 def features():
-    """Three kinds of items, and a number. Item 29 has no content; 30 to 32 no event has."""
+    """Features of items: three kinds and a number. Item 29 has no content; items 30 to 32 have no
+    events.
+    """
     return sj.read_item_features(
         [
             {"item": f"i{i}", "kind": f"k{kind_of_item(i)}", "price": float(i % 7)}
@@ -33,7 +35,7 @@ def features():
 
 
 def events():
-    """Each user has items of one kind."""
+    """Events in which each user has items of a single kind."""
     rng = np.random.default_rng(0)
     users = np.repeat(np.arange(USERS), 6)
     items = 3 * rng.integers(0, ITEMS // 3, len(users)) + users % 3

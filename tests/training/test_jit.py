@@ -1,4 +1,4 @@
-"""`jit`: a step of one's own loop, with modules split once."""
+"""`jit`: a custom training step whose modules are split only once."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ X = sj.CSR.from_scipy(scipy.sparse.random(8, 16, density=0.2, dtype=np.float32, 
 
 
 class Net(nnx.Module):
-    """A sparse layer, dropout, batch statistics, and an array that is no variable."""
+    """A sparse layer, dropout, batch statistics, and an array that is not in a variable."""
 
     def __init__(self, features: int = 16, width: int = 8, *, rngs: nnx.Rngs):
         self.first = sj.SparseLinear(features, width, rngs=rngs)

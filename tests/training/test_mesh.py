@@ -1,4 +1,4 @@
-"""fit on a mesh: as on one device, and from one mesh's checkpoint on another."""
+"""Trains on a mesh as on one device, and resumes from a checkpoint of another mesh."""
 
 import contextlib
 import math
@@ -38,7 +38,7 @@ def examples():
 
 
 class Counted(FeedForward):
-    """Counts how often its loss is traced."""
+    """A model that counts how often its loss is traced."""
 
     traces = 0
 
@@ -56,7 +56,7 @@ def build(rule=None, hidden=(8, 4), **network: Any):
 
 
 def trained(shape: Shape, rule=None, network: Any = None, **options: Any):
-    """The history without speeds, and all arrays that training leaves."""
+    """Trains; returns the history without speeds, and all arrays of model and optimizer."""
     x, y, weights = examples()
     with on(shape):
         model, optimizer = build(rule, **(network or {}))

@@ -1,4 +1,4 @@
-"""Training under settings of JAX that change types, random numbers or what is refused."""
+"""Trains under JAX settings that change dtypes or random numbers, or forbid operations."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ def network() -> sj.FeedForward:
 
 
 def losses(data: sj.SparseDataset, *, rank: bool) -> list[float]:
-    """Of a training, of one that updates as it goes, and of one on a mesh."""
+    """The losses of a training, of one with fused updates, and of one on a mesh."""
     found = []
     for rule, on_mesh, fused in [
         (sj.optimizers.adam(1e-2), False, False),

@@ -1,4 +1,4 @@
-"""Plans, against real arrays, and against what the compiler takes."""
+"""Compares memory plans with real arrays, and with the memory that the compiler reports."""
 
 import contextlib
 import dataclasses
@@ -56,7 +56,7 @@ def small(network: sj.NetworkConfig, rule=RMSPROP, **options: Any) -> sj.Plan:
 
 
 def large(network: sj.NetworkConfig, rule=SGD, **options: Any) -> sj.Plan:
-    """With ten times the items: one array stands out among what is temporary."""
+    """A plan for ten times the items, so that one array is the largest temporary one."""
     return small(network, rule, **{"inputs": 700_000, **options})
 
 
@@ -79,7 +79,9 @@ def test_weights_and_state_are_those_of_real_arrays(network, name):
 
 @functools.cache
 def compiled(network, rule=SGD, **options) -> int:
-    """Temporary bytes of a `large` program; looks at the others by the way."""
+    """Temporary bytes of a `large` program, as compiled; also checks the other figures of the
+    plan.
+    """
     planned = large(network, rule, compile=True, **options)
     assert planned.compiled is not None and planned.compiled.platform == "cpu"
     numbers = 2 * 4  # the first step, and how many
@@ -265,7 +267,9 @@ def test_what_is_sent_is_what_the_program_sends(monkeypatch):
 
 
 def sent_by(monkeypatch, planned, *arguments, **options):
-    """The plan; and for each size of a ring, what the program sends and at most at once."""
+    """The plan; and for each group size the bytes that the program sends, in total and at most at
+    once.
+    """
     made: list[Any] = []
 
     def program(*arguments):
@@ -290,7 +294,9 @@ def sent_by(monkeypatch, planned, *arguments, **options):
 
 
 def group_size(groups: str) -> int:
-    """Of `mesh['data'=2,'model'=4] {'data'}`, or `[4,2]<=...`."""
+    """The number of devices in a group, written as `mesh['data'=2,'model'=4] {'data'}` or
+    `[4,2]<=...`.
+    """
     if groups.startswith("mesh"):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", groups))
         axes = re.findall(r"'(\w+)'", groups.partition("{")[2])
@@ -299,7 +305,7 @@ def group_size(groups: str) -> int:
 
 
 def bytes_of(shapes: str) -> int:
-    """Of one or several as `f32[128,96]{1,0}`; all elements have four."""
+    """Bytes of shapes written as `f32[128,96]{1,0}`; all elements have four bytes."""
     dims = re.findall(r"[fs]32\[([\d,]*)\]", shapes)
     return sum(4 * math.prod(int(n) for n in d.split(",") if n) for d in dims)
 
@@ -395,7 +401,7 @@ def of_histories(
 
 
 def histories(lengths: np.ndarray, items: int) -> sj.SequenceDataset:
-    """Random items, a second apart."""
+    """Histories of random items, one second apart."""
     ends = np.append(0, np.cumsum(lengths))
     rng = np.random.default_rng(0)
     return sj.SequenceDataset(
@@ -408,7 +414,7 @@ def histories(lengths: np.ndarray, items: int) -> sj.SequenceDataset:
 
 
 def with_events(data: sj.SequenceDataset) -> sj.SequenceDataset:
-    """Columns of numbers, of categories and of lists of three."""
+    """Adds event columns of numbers, of categories and of lists with three ids."""
     ids = {"kind": sj.data.HashedColumn(5), "tags": sj.data.HashedColumn(9)}
     dense = {"price": sj.data.DenseColumn()}
     schema = sj.EventSchema(dense=dense, ids=ids, context=["price", "tags"])
@@ -512,7 +518,7 @@ def test_a_batch_has_room_for_its_places():
 
 @functools.cache
 def compiled_histories(config, **options) -> tuple[sj.Plan, int]:
-    """A plan, and the compiler's temporary bytes."""
+    """A plan, and the temporary bytes that the compiler reports."""
     planned = of_histories(config, compile=True, **options)
     assert planned.compiled is not None
     # The program does not read the places that have a next item.

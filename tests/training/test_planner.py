@@ -1,4 +1,4 @@
-"""Plans of embedding tables, against the compiled program and what collections make."""
+"""Compares plans of embedding tables with the compiled program and with collections."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def kinds_of(plan):
 
 
 def compiled_step(plan):
-    """Of a collection that has the plan, on its mesh."""
+    """The compiled step of a collection that has the plan, on its mesh."""
     mesh = sj.make_mesh(data=plan.data, model=plan.model)
     with jax.set_mesh(mesh):
         rngs = nnx.Rngs(0)
@@ -75,7 +75,7 @@ def compiled_step(plan):
 
 
 def bytes_sent(text, mesh):
-    """What each device sends in a step whose ids all have places, by a ring."""
+    """Bytes that each device sends in a step whose ids all have places, by a ring."""
     total = 0
     kinds = "all-to-all|all-gather|all-reduce|reduce-scatter"
     for line in text.splitlines():
@@ -98,7 +98,7 @@ def bytes_sent(text, mesh):
 
 
 def devices_of(groups, mesh):
-    """The number of devices of a group, in each of the ways that XLA writes groups."""
+    """The number of devices in a group, in each of the forms in which XLA writes groups."""
     if groups.startswith("{{"):
         return groups.split("}")[0].count(",") + 1
     if groups.startswith("["):

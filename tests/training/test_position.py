@@ -1,4 +1,4 @@
-"""Positions on a page: a column that only training reads, and inverse propensities."""
+"""Positions on a page: a column that only training reads; and inverse propensities."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ BY_PLACE = {**IDS, "place": sj.data.VocabularyColumn(fixed="0")}
 
 
 def planted(rows: int = 20_000) -> dict[str, np.ndarray]:
-    """Clicks on a page whose first places have the least relevant items most often."""
+    """Draws clicks on a page whose first positions most often have the least relevant items."""
     rng = np.random.default_rng(0)
     item = rng.integers(0, ITEMS, rows)
     place = np.clip(item * PLACES // ITEMS + rng.integers(-1, 2, rows), 0, PLACES - 1)
@@ -36,7 +36,7 @@ def planted(rows: int = 20_000) -> dict[str, np.ndarray]:
 
 
 def probabilities(schema) -> np.ndarray:
-    """The predictions for each item, of a model of a number for each id alone."""
+    """The predictions for each item by a model that has only a number for each id."""
     clicks = sj.read_clicks(planted(), schema)
     config = sj.WideDeepConfig(dim=1, hidden=(1,))
     model, optimizer = sj.build(config, clicks, sj.optimizers.adagrad(0.3))

@@ -1,4 +1,4 @@
-"""Several processes train together, lose one, are told to end, and go on as others."""
+"""Several processes train together; some are lost or asked to end; other processes resume."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def start(
     devices: int,
     program: str = PROGRAM,
 ):
-    """The processes of one command; what they print is in `folder`."""
+    """Starts the processes of one command. Their output is written into `folder`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     environment = os.environ | {
@@ -98,14 +98,14 @@ def said(folder: pathlib.Path, process: int, where: str = "err") -> str:
 
 
 def wait_for(step: int, checkpoints: Checkpoints, processes) -> None:
-    """Until there is a checkpoint after a step."""
+    """Waits until there is a checkpoint after a step."""
     while not [s for s in checkpoints.steps() if s > step]:
         assert all(p.poll() is None for p in processes)
         time.sleep(0.05)
 
 
 def ended(processes, seconds: float = 300) -> list[int]:
-    """The exit statuses."""
+    """Waits for processes; returns their exit statuses."""
     end = time.monotonic() + seconds
     try:
         return [p.wait(end - time.monotonic()) for p in processes]

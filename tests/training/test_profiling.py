@@ -1,4 +1,6 @@
-"""`fit` within a profile, on a GPU: it says what ran, and training goes on after it."""
+"""`fit` inside a profile, on a GPU: the profile names what ran, and training continues after
+it.
+"""
 
 import subprocess
 import sys

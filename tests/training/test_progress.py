@@ -1,4 +1,4 @@
-"""Trainings that go on where they ended, and end with the best epoch."""
+"""Trainings that resume where they ended, and end with the best epoch."""
 
 import dataclasses
 from typing import Any
@@ -20,14 +20,14 @@ class Interrupted(Exception):
 
 
 def build_noisy(seed=0):
-    """A model with all kinds of noise. Adagrad's programs compile faster than Adam's."""
+    """A model with all kinds of randomness. Adagrad's programs compile faster than Adam's."""
     noise = {"corruption": 0.3, "dropout": 0.2}
     rule = optimizers.adagrad(0.1)
     return build(20, hidden=(8, 6), rule=rule, seed=seed, **noise)
 
 
 def interrupted_fit(at: int, checkpoint_dir, monkeypatch, **options):
-    """`fit` that dies before dispatch number `at`."""
+    """Runs a `fit` that raises an exception before dispatch number `at`."""
     model, optimizer = build_noisy()
     launch, calls = training.Program.launch, iter(range(10**6))
 

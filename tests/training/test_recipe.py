@@ -1,4 +1,4 @@
-"""How many epochs and which learning rate, for which data; how long histories are."""
+"""The default number of epochs, learning rate and length of histories, for different data."""
 
 import numpy as np
 import pytest

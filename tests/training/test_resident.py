@@ -1,4 +1,4 @@
-"""Training data on the devices: the batches that are taken of it."""
+"""Training data on the devices, and the batches that are taken from it."""
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ def test_batches_on_a_mesh(shape):
 
 
 def dense_of(stack: ShardedCSR, step: int) -> np.ndarray:
-    """One matrix of a stack, its blocks side by side."""
+    """One matrix of a stack, with its blocks next to each other."""
     blocks = jax.tree.map(lambda leaf: np.asarray(leaf)[step], stack.blocks)
     data, model = blocks.indptr.shape[:2]
     dense = np.block(

@@ -1,4 +1,6 @@
-"""Models of histories by `fit`: a loop of one's own, meshes, from disk, after a kill."""
+"""Trains models of histories by `fit` and by a custom loop, on meshes, from disk, and after a
+kill.
+"""
 
 import contextlib
 from typing import Any
@@ -16,7 +18,7 @@ ITEMS, LENGTH = 30, 6
 
 
 def made(rows=150, *, seed=0) -> sj.SequenceDataset:
-    """The next item is the one after the last, or another one. Some rows are empty."""
+    """Draws histories in which the next item usually follows the last one. Some rows are empty."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 10, rows)
     lengths[:4] = 0, 1, 2, 40
@@ -310,7 +312,7 @@ def test_validation_leaves_out_what_was_seen_unless_items_repeat():
 
 
 class LastItem(nnx.Module):
-    """A model of one's own: the vector of the last item, which fades with time."""
+    """A custom model: the vector of the last item, which decays with time."""
 
     uses_times = True
 

@@ -1,4 +1,4 @@
-"""Several inputs by name: rows brought together, one training step, one ranking."""
+"""Models with several inputs by name: rows are joined, in one training step and one ranking."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ RATE = 0.05
 
 
 class Several(nnx.Module):
-    """Linear in all inputs, so that NumPy can train it too."""
+    """A model that is linear in all inputs, so that NumPy can train it, too."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.history = sj.SparseLinear(ITEMS, 4, use_bias=False, rngs=rngs)
@@ -91,7 +91,9 @@ def build(rule=None):
 
 
 def trained(inputs=None, *, shape=None, targets: Any = TARGETS, **options):
-    """The model, its history without speeds, and all arrays that training leaves."""
+    """Trains; returns the model, its history without speeds, and all arrays of model and
+    optimizer.
+    """
     with on(shape):
         model, optimizer = build()
         settings: dict[str, Any] = {"batch_size": 64, "num_epochs": 2} | options
@@ -115,7 +117,7 @@ def same_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> boo
 
 
 def dense(inputs: dict[str, Any]) -> dict[str, np.ndarray]:
-    """All inputs in float64, a country as an indicator."""
+    """All inputs in float64; a country as an indicator."""
     return {
         "history": inputs["history"].to_scipy().toarray().astype(np.float64),
         "words": inputs["words"].to_scipy().toarray().astype(np.float64),
@@ -294,7 +296,7 @@ def test_ranks_as_numpy_does(expected):
 @REPEATS
 def test_an_input_by_name():
     class Seen(nnx.Module):
-        """Scores what the history has highest."""
+        """A model that scores the highest item of the history."""
 
         num_items = ITEMS
 

@@ -1,4 +1,4 @@
-"""Click models of several labels, from a schema to metrics, predictions and a service by label."""
+"""Click models of several labels: schema, metrics, predictions and a service with named labels."""
 
 import contextlib
 import json
@@ -53,7 +53,7 @@ def trained(clicks, config=CONFIG, epochs=4):
 
 
 def auc_of_purchases(train, test) -> tuple[float, float]:
-    """By a model of both labels, and by one of purchases alone."""
+    """AUC of purchases, by a model of both labels, and by a model of purchases alone."""
     y = test.labels[:, 1]
     both = sj.predict(trained(train), test)["buy"]
     alone = sj.predict(trained(train.of_label("buy")), test.of_label("buy"))
@@ -90,7 +90,7 @@ def test_a_chain_is_unbiased_where_clicks_alone_are_not():
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory):
-    """A run of three labels on a small file, and that file."""
+    """A run with three labels on a small file, and the path of that file."""
     folder = tmp_path_factory.mktemp("shop")
     rng = np.random.default_rng(0)
     rows = {

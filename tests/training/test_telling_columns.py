@@ -1,4 +1,4 @@
-"""A column that tells the label is warned of by its name, before a model is trained on it."""
+"""A warning names a column that reveals the label, before a model is trained on it."""
 
 import numpy as np
 import pyarrow as pa

@@ -1,4 +1,4 @@
-"""Every kind of model under JAX's flags of types, where a warning is an error."""
+"""Every kind of model under JAX's settings of dtypes; a warning is an error."""
 
 import contextlib
 
