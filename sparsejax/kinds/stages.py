@@ -151,7 +151,7 @@ class Stages(nnx.Module):
         longest = max((1, *(each.shape[1] for each in given.values())))
         cpu, gpu = (
             functools.partial(self._logits_in_parts, most)
-            for most in (max(1, min(_PAIRS, _PLACES // longest)), _PAIRS_OF_GPU)
+            for most in (min(_PAIRS, _PLACES // longest), _PAIRS_OF_GPU)
         )
         return lax.platform_dependent(given, ids, cpu=cpu, default=gpu)
 
