@@ -102,7 +102,7 @@ class Compilation(InShell):
 
     Attributes:
       compilation_cache: Keep compiled programs and linear parts in the user's cache
-        folder, and use those that are there. Several processes that work together do not.
+        folder for later commands. Several processes that work together keep none.
     """
 
     heading = "compilation"
@@ -281,13 +281,13 @@ class Evaluate(
 
 
 class Compare(measuring.Ranked, Reading, Devices, Compilation, Command):
-    """Says whether one run is better than another, on the same held-out interactions.
+    """Compares two runs on the same held-out interactions.
 
     If one of them was trained on targets, both are measured on these.
 
-    Prints the metrics of both, and of each difference an interval that 95 % of the resamples
-    of the rows are in (a paired bootstrap). An interval without 0 is more than the luck of
-    which rows were measured. The last line has the same numbers as JSON.
+    Prints the metrics of both, and for each difference the interval that contains 95 % of the
+    resamples of the rows (a paired bootstrap). If it does not contain 0, the difference is
+    significant. The last line has the same numbers as JSON.
 
     Attributes:
       run: Folder of the first run.
@@ -526,10 +526,10 @@ class Similar(Compilation, Command):
 class Plan(
     planning.Sized, Configured, Clicks, training.Stepping, OfUsers, Compilation, Command
 ):
-    """Says how much of each GPU's memory training takes, and whether it fits.
+    """Prints how much memory of each GPU training takes, and whether it fits.
 
     The exit status is 1 if it does not fit. No arrays of that size are made. Items need
-    --items, --rows and --entries. For a click model, it says where the tables should lie.
+    --items, --rows and --entries. For a click model, it prints a placement of the tables.
 
     Attributes:
       items: Number of items.
@@ -581,7 +581,7 @@ class Serve(predicting.Serving, Compilation, Command):
       tls_cert: File of the certificates, for TLS.
       tls_key: File of the certificate's key.
       shapes: Programs to compile: rows x entries. A batch goes into the smallest that holds it.
-      watch: Seconds between looks for a newer version in the folder. By default the service
+      watch: Seconds between two polls of the folder for a newer version. By default the service
         stays with the first one.
       admin: Port, or HOST:PORT, of the protocol's repository extension: whoever reaches it may
         load the newest version in the folder, and unload it. Off by default; the host is

@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status.
 
     0: success; 1: an error, reported in a line on stderr, or a plan that does not fit; 2: wrong
-        usage; 130: interrupted by Ctrl-C; 143: by SIGTERM.
-    usage; 130: interrupted, by Ctrl-C; 143: by SIGTERM.
+    usage; 130: interrupted by Ctrl-C; 143: by SIGTERM.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     # Orbax logs files that a killed process has left, and tracebacks of errors that it also

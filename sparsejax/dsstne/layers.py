@@ -61,7 +61,7 @@ class Counted(NamedTuple):
 
     Attributes:
       exists: `[batch]`; other rows are padding.
-      share: factor of an example's loss, if its own weight is 1.
+      share: factor of the loss of an example whose own weight is 1.
     """
 
     exists: jax.Array

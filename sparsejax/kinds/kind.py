@@ -173,7 +173,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     Attributes:
       name: name of the kind of rows: "items", "histories" or "clicks".
       about: sentence about what a model has learned, in plain words.
-      numbered: plural noun in messages for what the model numbers, such as "items" or "ids".
+      numbered: plural noun for the things that have numbers in a model, such as "items" or "ids".
       ranks_items: whether the models rank items and have item vectors.
       defaults: default settings of a training.
       default_model: name of the default model for data of this kind.
@@ -492,8 +492,8 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     def targets_alone(
         self, asked: Evaluate, reading: Reading, run: Opened, other: Opened
     ) -> Any:
-        """Held-out data, which may have separate targets, of the run that a run is compared
-        with.
+        """The held-out data of a run that is compared with the run `other`; its targets may be a
+        separate data set.
         """
         return asked.heldout
 

@@ -1,4 +1,4 @@
-"""How a model is measured, reported on and corrected."""
+"""Options to measure a model, to report on it and to correct it."""
 
 from __future__ import annotations
 

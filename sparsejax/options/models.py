@@ -107,12 +107,12 @@ class Clicks(Options):
       categories: Columns of categories, or of lists of them.
       weight: Column of the examples' weights, numbers of 0 or more that training multiplies
         the losses by.
-      dynamic: Rows of the dynamic table of each column of 64-bit ids, which get a row when they
-        are first seen, and lose it when the table is full: columns of the kind "key" in
-        --schema; without one, those of --categories. --config says more, such as
-        {"dynamic": {"num_rows": 50000000, "evict": "lfu", "admit": {"count": 2}}}.
-      user_schema: JSON file of an EventSchema, which says what the columns of --user-features
-        are. Without one their types decide.
+      dynamic: Number of rows of the dynamic table of each column of 64-bit ids. An id gets a row
+        when it is first seen, and loses it when the table is full. The columns are those of
+        the kind "key" in --schema; without a schema, those of --categories. --config can set
+        more, such as {"dynamic": {"num_rows": 50000000, "evict": "lfu", "admit": {"count": 2}}}.
+      user_schema: JSON file of an EventSchema that describes the columns of --user-features.
+        Without one, the types of the columns decide.
     """
 
     only_with: ClassVar = {"user_schema": ("user_features",)}
@@ -131,7 +131,7 @@ class Clicks(Options):
 
 
 class Described(Network, Histories):
-    """A model that options describe. Its kind reads those that are for its models."""
+    """Options that describe a model of any kind. A kind reads those that its models have."""
 
 
 BY_DEFAULT = Described()

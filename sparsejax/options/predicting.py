@@ -110,8 +110,8 @@ class Rank(Choosing, kw_only=False):
       only_items: Recommend only these items.
       optimizer: The model's optimizer. Pass it while rows of the weights may not be up to date
         (see `Optimizer.flush`): they are then read as if they were up to date.
-      context: For histories, what is known of the event to come of each, such as its hour: a
-        frame with a row for each history, or a dict. See `SequenceDataset.with_context`.
+      context: For histories, columns that are known of the next event of each, such as its hour:
+        a frame with a row for each history, or a dict. See `SequenceDataset.with_context`.
       rank_by: For histories whose events have labels, see `EventSchema`: the name of a category,
         also as "COLUMN=CATEGORY", or of a column of numbers. The 1,000 items of the highest
         scores are ordered by p(item) p(category | item, history), or by p(item) times the

@@ -22,8 +22,8 @@ class Joining(Options):
       item_columns: Columns of items, by their names: a file, a table or dicts.
       user_columns: Columns of users, by their names: a file, a table or dicts.
       request_columns: Columns that come with each request.
-      item_as: Column that gets the name of an item, and in item_columns has it.
-      user_as: Column that gets the name of a row, and in user_columns has it.
+      item_as: Column that gets the name of an item. In item_columns it contains the names.
+      user_as: Column that gets the name of a row. In user_columns it contains the names.
       history_as: Column that gets the list of the items of a row. By default the column
         whose `like` is the column of the items.
       rank_by: Label by which candidates are ranked, if there are several; by default the first.
@@ -54,7 +54,7 @@ class Join(Joining, kw_only=False):
 
     Attributes:
       retrieval: Run of items or histories, which finds the candidates.
-      ranking: Run of clicks, which ranks them.
+      ranking: Run of clicks, which ranks the candidates.
       candidates: Number of candidates for each row.
     """
 
@@ -75,15 +75,15 @@ class Requested(Options):
 
 
 class RecommendJoined(Recommend, Requested, kw_only=False):
-    """A question for recommendations by two stages."""
+    """Options of recommendations by two stages."""
 
 
 class Alone(Requested):
     """Measurements of single stages.
 
     Attributes:
-      ranking_alone: Also rank all items by the second stage alone. It takes as much longer as
-        there are more items than candidates.
+      ranking_alone: Also rank all items by the second stage alone. This takes longer by the
+        ratio of all items to candidates.
     """
 
     ranking_alone: bool = option(False, SWITCH)

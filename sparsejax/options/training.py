@@ -96,7 +96,7 @@ class Repeated(Seeded):
       targets: Kinds of events that the model learns to predict, and is measured on. It reads
         events of all kinds. A run that goes on from another one has its targets and weights,
         unless others are given.
-      weights: How much each target counts, by its kind; or the name of a column of numbers.
+      weights: Weight of each target, by its kind; or the name of a column of numbers.
     """
 
     k: int = option(20, kinds=RANKING, least=1)
@@ -358,14 +358,14 @@ class Fit(Looping, kw_only=False):
         of its events are to be found. For clicks, examples of the same
         columns, read with the same vocabularies.
       k: Cut-off of the validation metrics of items; 20 by default.
-      wire_dtype: Dtype in which rows and gradients of tables, or of the vectors of items, cross
-        between devices, such as bfloat16; for clicks and histories on a mesh. By default that
-        of the model's collections, or of the vectors.
-      exchange_room: Number of ids that have a place between each pair of devices, as a multiple
-        of the expected number; for clicks on a mesh. Some batches are examined for how many of
-        their ids differ. "overflows" in the history counts lookups for which the places did not
-        suffice; there is a warning if these are above one in a hundred steps. By default that
-        of the model's collections.
+      wire_dtype: Dtype in which rows and gradients of tables, or of the vectors of items, are
+        sent between devices, such as bfloat16; for clicks and histories on a mesh. By default
+        that of the model's collections, or of the vectors.
+      exchange_room: Capacity for ids between each pair of devices, as a multiple of the
+        expected number; for clicks on a mesh. The distinct ids of some batches are counted for
+        it. "overflows" in the history counts lookups that exceeded the capacity; there is a
+        warning if this happens in more than one in a hundred steps. By default that of the
+        model's collections.
       checkpoint_dir: Folder to save checkpoints in. Only one training at a time can use it.
     """
 

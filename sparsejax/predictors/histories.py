@@ -60,7 +60,7 @@ _HOUR = 3600.0  # seconds between the items of an example
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ordered(Items):
-    """Recommends items for histories, whose last items a model reads in order.
+    """Recommends items for histories. The model reads their last items, in order.
 
     Attributes:
       events: event columns that the model reads, without rows; None if it reads none.

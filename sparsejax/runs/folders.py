@@ -259,9 +259,9 @@ def _settings_of(network: Any) -> dict[str, Any]:
 
 
 def load_run(directory: str | pathlib.Path) -> tuple[Settings, Any]:
-    """Reads the settings of a run folder, and the data that it keeps to read other data by.
+    """Reads the settings of a run folder, and its known names, with which other data is read.
 
-    This is the names of the features, or for clicks a data set without examples.
+    Known are the names of the features, or for clicks a data set without examples.
 
     Raises:
       ValueError: the folder is not a run folder, or is damaged.
@@ -311,7 +311,7 @@ class Folder:
         return restored_modules(self, ahead)
 
     def validated_model(self) -> Any:
-        """The model that held-out data measured: without the part that was fitted on all data."""
+        """The model that was measured on held-out data, without the part fitted on all data."""
         return restored_modules(self, final=False)[0]
 
     def item_features(self) -> ItemFeatures | None:

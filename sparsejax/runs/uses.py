@@ -88,7 +88,7 @@ def vectors_of(
 ) -> tuple[np.ndarray, Names]:
     """The vectors of the rows of some data, and the row names.
 
-    `context` is that of the next event.
+    `context` has the columns that are known about the next event.
     """
     data = run.settings.kind.read_shown(inputs, reading, run)
     if context is not None:

@@ -13,14 +13,13 @@ from sparsejax.serving.metrics import Metrics
 
 
 class Changing:
-    """Applies the changes in a folder that `sparsejax train --follow` writes to a predictor.
+    """Applies to a predictor the changes that `sparsejax train --follow` writes to a folder.
 
     If a change is missing, is for another model or is out of order, the tables do not change,
     until the folder has the change that follows theirs.
 
     Attributes:
       folder: folder of the changes. It may be created later.
-      folder: folder of the changes. It may be made later.
     """
 
     def __init__(self, folder: str | os.PathLike[str], metrics: Metrics):

@@ -122,7 +122,7 @@ class RunCopy:
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
-        """While this context is open, copies new checkpoints in a thread; at its end, all of them.
+        """While this context is open, a thread copies new checkpoints. At its end all are copied.
 
         Raises:
           OSError: the last copies cannot be written.

@@ -56,7 +56,7 @@ class Asked:
         and counted.
       separator: text between the parts of cells that are lists.
       time_format: format of times that are text, for `strptime`.
-      skip_bad_lines: leave out lines of text that cannot be read.
+      skip_bad_lines: whether lines of text that cannot be read are left out.
       further: names of columns to read that have no role; see `Block.beside`.
       check_further: function that raises an error for wrong cells of these columns; used with
         `skip_bad_lines`.

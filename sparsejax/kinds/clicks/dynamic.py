@@ -26,7 +26,7 @@ def assigned(
     ids: Mapping[str, Any] | FeatureBatch,
     exists: Bool[Array, "batch"],
 ) -> FeatureBatch:
-    """The ids of a batch for all collections of a model, after new ids were given rows.
+    """Assigns rows to new ids. Returns the ids of the batch for all collections of a model.
 
     A `FeatureBatch` is already packed and has no ids of padding examples. It is given if some
     tables are in host memory, or if the ids were exchanged over the mesh.
@@ -68,7 +68,7 @@ def assigned(
 
 
 def rates_of(model: Any) -> Callable[[], Callable[[], dict[str, float]]] | None:
-    """`Job.rates`."""
+    """Makes `Job.rates` for dynamic tables: it counts new, waiting and refused ids of an epoch."""
     collections = [node for node in collections_of(model).values() if node.indexes]
     if not collections:
         return None

@@ -65,9 +65,9 @@ class ClickTask(TrainingTask):
     word first.
 
     Attributes:
-      single: names of the features with one id an example.
+      single: names of the features with one id per example.
       lists: names of the features of lists.
-      keys: names of the features with an id of 64 bits.
+      keys: names of the features with one 64-bit id per example.
       weighted: whether the matrix of labels also has columns of weights.
       losses: with several labels the name and the quantile of each label's loss; else empty.
     """

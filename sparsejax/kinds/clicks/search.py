@@ -73,11 +73,11 @@ class Problem:
         return found
 
     def ids(self, table: str) -> float:
-        """Number of ids of an example in a table."""
+        """Number of ids of an example that are looked up in a table."""
         return sum(self.hotness[name] for name in self.readers[table])
 
     def bags(self, table: str) -> int:
-        """Number of bags of an example in a table."""
+        """Number of bags of an example that are made from a table."""
         return sum(self.features[name].bags for name in self.readers[table])
 
     def is_weighted(self, table: str) -> bool:
@@ -112,7 +112,7 @@ class Placed(NamedTuple):
 
 
 class Load:
-    """Sums of the figures of a stack's tables."""
+    """Rows, ids and bags of a stack's tables, added up, and their cost."""
 
     def __init__(
         self, problem: Problem, dim: int, dtype: np.dtype, divided: bool, rule
@@ -153,7 +153,7 @@ class Load:
         return padded_rows(slots * ROW_MULTIPLE)
 
     def cost(self) -> tuple[np.ndarray, float]:
-        """The cost of a step on each device, in bytes sent, and the bytes of memory."""
+        """The cost of a step on each device, in bytes sent, and the bytes of memory per device."""
         if self._cost is None:
             problem = self.problem
             if not self.rows.any():
@@ -254,7 +254,9 @@ class Choice:
         return sum(load.cost()[1] for load in self.loads.values())
 
     def cost(self) -> tuple[float, float, float]:
-        """The cost to minimize: missing memory, then the busiest device, then all devices."""
+        """The cost to minimize. In this order, it compares lacking memory, the cost of the busiest
+        device, and the cost of all devices.
+        """
         costs = self.costs()
         return max(0.0, self.memory() - self.limit), costs.max(), costs.sum()
 
@@ -273,7 +275,7 @@ def best(problem: Problem, memory: int | None) -> Choice:
     for name, table in problem.tables.items():
         if (kind := table.placement or _copied(problem, name)) is not None:
             kinds[name] = kind
-    # Tables with most ids and columns are placed first.
+    # The tables with the most ids and columns are placed first.
     names = sorted(
         problem.tables, key=lambda n: -problem.ids(n) * problem.tables[n].dim
     )
