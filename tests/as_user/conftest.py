@@ -1,6 +1,6 @@
-"""What a user has: XLA's optimizations, one device, and nothing in a cache.
+"""The environment of a user: XLA's optimizations, one device, and empty caches.
 
-`make test-as-user` reads this file instead of that of the other tests.
+`make test-as-user` uses this file instead of the conftest.py of the other tests.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def _compiles_in_time(compiled, request) -> Iterator[None]:
 
 
 def note(node: pytest.Item, own: list[Program], reference: float) -> None:
-    """Keeps a test's programs for the summary, and checks them."""
+    """Adds a test's programs to the summary, and checks their compilation times."""
     record = {
         "reference": reference,
         "programs": [dataclasses.asdict(program) for program in own],
@@ -61,13 +61,13 @@ def note(node: pytest.Item, own: list[Program], reference: float) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> pathlib.Path:
-    """Where the commands of a module run."""
+    """The folder in which the commands of a module run."""
     return tmp_path_factory.mktemp("shop")
 
 
 @pytest.fixture(scope="module")
 def sparsejax(folder, compiled) -> Callable[..., None]:
-    """Carries out a command in the folder."""
+    """A function that runs a command in the folder."""
 
     def call(*words: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +79,9 @@ def sparsejax(folder, compiled) -> Callable[..., None]:
 
 @pytest.fixture
 def serve(folder, request) -> Callable[..., None]:
-    """Starts a service in a process of its own, waits until it is ready, and ends it."""
+    """A function that starts a service in a separate process and waits until it is ready; the
+    service is ended after the test.
+    """
 
     def call(*words: str) -> None:
         file = folder / "served.json"

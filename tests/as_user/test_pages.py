@@ -43,15 +43,17 @@ __all__ = [  # pytest collects them here
 
 @pytest.fixture
 def symbolic_sizes() -> None:
-    """Nothing: annotations are not checked here."""
+    """Replaces the fixture of the other tests; does nothing, as annotations are not checked
+    here.
+    """
 
 
 @pytest.fixture(autouse=True)
 def _cheaper(request, monkeypatch, tmp_path_factory):
-    """Spares the longest pages half of their seconds.
+    """Halves the time of the longest pages.
 
-    Commands find the programs of the blocks beside them, and the rule compiles in half the
-    time of the default one, which the other tests here have.
+    Commands find the programs that the blocks beside them compiled. The optimizer rule is one that
+    compiles in half the time of the default rule, which the other tests here use.
     """
     if request.node.name not in ("test_splits", "test_tasks"):
         yield

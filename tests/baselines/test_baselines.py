@@ -16,7 +16,9 @@ FORMS = ["dense", "sparse", None]
 
 
 def awkward(items: int = 7, *, values: bool = False) -> CSR:
-    """Empty rows, a row with every item, and an item that no row has, or a single one."""
+    """Data with empty rows, a row with every item, and an item that no row has; or with one
+    item.
+    """
     rng = np.random.default_rng(0)
     dense = (rng.random((25, items)) < 0.3).astype(np.float64)
     dense[[0, 9]] = 0
@@ -38,7 +40,7 @@ def ease_oracle(x: np.ndarray, l2: float) -> np.ndarray:
 
 
 def knn_oracle(x: np.ndarray, k: int, shrink: float) -> np.ndarray:
-    """`[items, items]` the cosines of the k nearest items of each, and 0."""
+    """The cosines of each item with its k nearest items, and 0 elsewhere: `[items, items]`."""
     norms = np.linalg.norm(x, axis=0)
     scale = np.outer(norms, norms) + shrink
     products = np.maximum(x.T @ x, 0)

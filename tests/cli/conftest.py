@@ -1,4 +1,4 @@
-"""A trained run, and small data to train on, for the tests of the commands."""
+"""Fixtures for the tests of the commands: a trained run, and small training data."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ from sparsejax.cli.main import main
 
 @pytest.fixture(scope="session")
 def board(tmp_path_factory) -> Board:
-    """A run of 25 epochs and its files, for all tests to read."""
+    """A run of 25 epochs and its files, which tests only read."""
     folder = tmp_path_factory.mktemp("board")
     train, heldout = checkerboard()
     files = [write_lines(folder / "train.txt", train)]

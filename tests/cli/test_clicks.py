@@ -21,7 +21,7 @@ MODEL = {"version": 1, "model": "dlrm", "dim": 4, "bottom": [8], "top": [16]}
 
 @pytest.fixture(scope="session")
 def clicks(tmp_path_factory) -> pathlib.Path:
-    """A run on clicks that a known model drew, whose logits of the test data are beside it."""
+    """A run trained on clicks of a known model, and that model's logits for the test data."""
     folder = tmp_path_factory.mktemp("clicks")
     rng = np.random.default_rng(0)
     of_users, of_items = rng.normal(size=USERS), rng.normal(size=ITEMS)

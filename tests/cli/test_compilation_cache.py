@@ -1,4 +1,4 @@
-"""Compiled programs, which a command keeps for the commands after it."""
+"""Commands cache compiled programs for later commands."""
 
 import contextlib
 import os
@@ -20,14 +20,14 @@ from sparsejax.nn import closed_form
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch, no_kept_programs) -> pathlib.Path:
-    """An empty folder for compiled programs, which does not exist yet."""
+    """The path of a folder for compiled programs, which does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return compilation_cache.folder()
 
 
 @pytest.fixture
 def programs():
-    """Counts the programs that are asked for, found, and written, since the last call."""
+    """Counts the programs that were requested, found and written since its last call."""
     counts = Counter()
 
     def count(event: str, **_: object) -> None:
@@ -46,7 +46,7 @@ def programs():
 
 @pytest.fixture
 def similar(board, capsys):
-    """Runs a command in which nothing is compiled yet; gives what it prints."""
+    """Runs a command in which nothing is compiled yet; returns its output."""
 
     def call(*flags: str) -> tuple[str, str]:
         jax.clear_caches()

@@ -19,7 +19,7 @@ from sparsejax.data import SparseDataset, read
 
 @pytest.fixture
 def valued() -> SparseDataset:
-    """A data set with values, in the order in which a reader numbers its features."""
+    """A data set with values. Its features are in the order in which a reader numbers them."""
     dense = np.array([[0, 1.5, 0], [1, 0, -0.1], [0.3, 1e-30, 16777217]])
     return SparseDataset.from_scipy(
         scipy.sparse.csr_array(dense),

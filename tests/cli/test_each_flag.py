@@ -362,7 +362,9 @@ UNCACHED = {
 
 
 def _cases() -> dict[tuple[str, str], tuple[str, str]]:
-    """By command and flag the words before, and those that change what is done."""
+    """For each command and flag: the basic words, and words with the flag that change the
+    result.
+    """
     found = {}
     for before, own in OWN.items():
         for flag, value in own.items():
@@ -435,12 +437,12 @@ def world(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[tuple[str, frozenset], tuple[int | str, str, dict[str, bytes]]]:
-    """What commands did that were carried out before, by their words and the runs there."""
+    """Caches the results of commands, by their words and by the existing runs."""
     return {}
 
 
 def carried_out(words: str, runs: frozenset, world: pathlib.Path, folder: pathlib.Path):
-    """Status, text and files of a command beside some runs, without what tells a time."""
+    """Runs a command beside some runs; returns its status, text and files, without times."""
     left = RUNS.keys() - runs  # a run has some 20 files and folders
     shutil.copytree(
         world, folder, ignore=lambda inside, _: left if inside == str(world) else ()

@@ -14,7 +14,9 @@ from sparsejax.verbs.evaluate import evaluate
 
 
 def measured_by(argv: list[str], capsys) -> tuple[dict[str, float], str]:
-    """What `evaluate` printed: the last line, and the one before."""
+    """Parses the output of `evaluate`: returns the metrics in the last line, and the line before
+    it.
+    """
     assert main(["evaluate", *argv, "--k", "2"]) == 0
     *_, said, last = capsys.readouterr().out.splitlines()
     return json.loads(last), said

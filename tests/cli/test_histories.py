@@ -17,7 +17,7 @@ ITEMS = 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A file whose lines have a user and the items in order, each the one after the last.
+    """A file whose lines have a user and items in order; each item is the successor of the last.
 
     The last item of each user is split off, and the one before it is for validation.
     """

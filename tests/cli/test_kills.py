@@ -1,4 +1,6 @@
-"""Commands that SIGKILL ends at any moment leave whole files, and end well when repeated."""
+"""Commands killed by SIGKILL at any moment leave only complete files, and succeed when they are
+repeated.
+"""
 
 import dataclasses
 import itertools
@@ -59,7 +61,7 @@ CASES = {
 
 
 def begin(argv: str, folder: pathlib.Path) -> subprocess.Popen[str]:
-    """A command, whose two streams go to a file."""
+    """Starts a command, whose two output streams go to a file."""
     with open(folder / "said", "a") as said:
         return subprocess.Popen(
             [*SPARSEJAX, *argv.split()], cwd=folder, stdout=said, stderr=said, text=True
@@ -67,7 +69,7 @@ def begin(argv: str, folder: pathlib.Path) -> subprocess.Popen[str]:
 
 
 def run(argv: str, folder: pathlib.Path) -> str:
-    """The last line of a command that must end well."""
+    """Runs a command that must succeed; returns its last line of output."""
     assert begin(argv, folder).wait(300) == 0, (folder / "said").read_text()
     return (folder / "said").read_text().splitlines()[-1]
 
@@ -86,7 +88,7 @@ def clicks(rng: np.random.Generator, count: int) -> str:
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory) -> pathlib.Path:
-    """What the commands read."""
+    """The files that the commands read."""
     folder, rng = tmp_path_factory.mktemp("shop"), np.random.default_rng(0)
     (folder / "events.csv").write_text(events(rng))
     (folder / "clicks.csv").write_text(clicks(rng, 600))
@@ -103,7 +105,7 @@ def shop(tmp_path_factory) -> pathlib.Path:
 
 
 class Places:
-    """Folders in which the files and runs of a shop are found."""
+    """Paths of a shop's files and runs."""
 
     def __init__(self, shop: pathlib.Path, parent: pathlib.Path):
         self._shop, self._parent = shop, parent
@@ -119,14 +121,14 @@ class Places:
 
 
 def written(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """What a command has begun to write, also by other names."""
+    """Files that a command has begun to write, also under temporary names."""
     for path in folder.iterdir():
         if not path.is_symlink() and path.name != "said":
             yield path
 
 
 def content(path: pathlib.Path) -> Any:
-    """The content of a file, which must be whole."""
+    """The content of a file, which must be complete."""
     match path.suffix:
         case ".parquet":
             return pq.read_table(path).to_pylist()
@@ -147,7 +149,7 @@ def content(path: pathlib.Path) -> Any:
 
 
 def contents(out: pathlib.Path) -> Any:
-    """The content of what is seen of a file or a folder. All of it must be whole."""
+    """The content of all visible files in a folder, or of one file. All must be complete."""
     if out.is_file():
         return content(out)
     if (out / "run.json").exists() and (out / "vocabulary.parquet").exists():
@@ -165,7 +167,7 @@ def contents(out: pathlib.Path) -> Any:
 
 
 def tuned(out: pathlib.Path) -> int:
-    """How many trials were not interrupted, of a tuning that is whole."""
+    """The number of trials that were not interrupted in a complete tuning."""
     (best,) = out.glob("trial-*")
     assert parameters(best)
     sj.NetworkConfig.from_json(json.loads((out / "network.json").read_text()))

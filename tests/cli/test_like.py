@@ -1,4 +1,4 @@
-"""Clicks with a column that is like another one: one table, from training to predictions."""
+"""Clicks with a column that shares another column's table, from training to predictions."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ SCHEMA = sj.ClickSchema(
 
 
 def made(seed: int, first: int) -> list[dict]:
-    """Clicks on items that the user has had before."""
+    """Draws clicks on items that the user has had before."""
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Linear parts, which a command keeps for the commands after it."""
+"""Commands cache linear parts for later commands."""
 
 import dataclasses
 import os
@@ -17,14 +17,14 @@ CONFIG = LinearConfig(rank=3)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """An empty folder for linear parts, which does not exist yet."""
+    """The path of a folder for linear parts, which does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return linear_parts.folder()
 
 
 @pytest.fixture
 def computed(monkeypatch):
-    """What was computed so far."""
+    """Records the linear parts that are computed."""
     computed, compute = [], closed_form.closed_form
 
     def noted(*arguments):

@@ -23,7 +23,7 @@ from sparsejax.options import reading
 
 @pytest.fixture
 def errors_folder(board, tmp_path, monkeypatch) -> pathlib.Path:
-    """A folder with whatever the wrong commands below name."""
+    """A folder with all files that the wrong commands below name."""
     monkeypatch.chdir(tmp_path)
     write = {
         "data": "a\tx:y\nb\tx\n",

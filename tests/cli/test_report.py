@@ -39,7 +39,7 @@ VOID = {"meta", "circle", "path", "polyline", "!doctype"}
 
 
 class Page(html.parser.HTMLParser):
-    """The elements of a page; fails where they are not closed in order."""
+    """A parser of a page's elements. It fails if they are not closed in order."""
 
     def __init__(self, text: str):
         super().__init__()

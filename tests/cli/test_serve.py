@@ -1,4 +1,6 @@
-"""The command `serve`: its start, wrong flags, and its end by a signal, which loses nothing."""
+"""The command `serve`: its start, wrong flags, and its end by a signal, at which no request is
+lost.
+"""
 
 import contextlib
 import json
@@ -92,7 +94,9 @@ def test_a_signal_ends_it_and_loses_nothing(file):
 
 @contextlib.contextmanager
 def _serving(file: pathlib.Path) -> Iterator[tuple[subprocess.Popen, Client]]:
-    """Within it a process serves a file: the process, and who asks it."""
+    """Runs a process that serves a file while the context is open; yields the process and a
+    client.
+    """
     words = ["-m", "sparsejax", "serve", str(file), "--name", "films"]
     words += ["--port", "0", "--shapes", "1x256"]
     process = subprocess.Popen(
@@ -154,7 +158,7 @@ def _ask(client: Client, answers: list[int]) -> None:
 
 
 def _say_goodbye(port: int, text: bytes) -> None:
-    """Ends a connection of HTTP/2 with a text that gRPC writes to its own log."""
+    """Ends an HTTP/2 connection with a text, which gRPC writes to its own log."""
     frame = (8 + len(text)).to_bytes(3) + b"\7\0" + bytes(4 + 4) + b"\0\0\0\1" + text
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         settings = b"\0\0\0\4\0\0\0\0\0"

@@ -1,4 +1,4 @@
-"""A signal ends a command at once, whatever it does."""
+"""A signal ends a command at once, at any stage of its work."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ _IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
 def ended(
     program: str, folder: os.PathLike[str], answered: str = ""
 ) -> tuple[int, list[str]]:
-    """The status of a process, and the lines that it wrote to standard error.
+    """Runs a program; returns its exit status, and the lines that it wrote to standard error.
 
     Once it has written the line `answered`, it reads a line from standard input.
     """

@@ -1,4 +1,4 @@
-"""`sparsejax train --from`: a model of an earlier run takes new items."""
+"""`sparsejax train --from`: a model of an earlier run gets new items."""
 
 import csv
 import dataclasses
@@ -15,7 +15,7 @@ USERS, KNOWN, ITEMS = 48, 18, 20
 
 
 def write(path, items):
-    """Users like the items of their parity; the last items are new."""
+    """Writes a file in which users like the items of their parity; the last items are new."""
     with open(path, "w", newline="") as file:
         lines = csv.writer(file)
         lines.writerow(["user", "item"])
@@ -67,7 +67,7 @@ def test_new_items_go_to_the_end_and_training_goes_on(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> tuple[str, str]:
-    """A run of two epochs, and its data."""
+    """A run of two epochs, and the path of its data."""
     folder = tmp_path_factory.mktemp("first")
     before, run = write(folder / "before.csv", KNOWN), str(folder / "run")
     options = [*NETWORK, "--epochs", "2", "--optimizer", "adagrad"]

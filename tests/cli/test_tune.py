@@ -80,7 +80,9 @@ def test_the_result_can_be_used_and_trained_again(argv, capsys):
 
 @pytest.fixture
 def curves(monkeypatch) -> list[float]:
-    """Trainings are curves that rise for six epochs, to a height that settings decide."""
+    """Replaces training by curves that rise for six epochs, to a height that depends on the
+    settings.
+    """
     heights = []
 
     def fit(model, optimizer, data, *, num_epochs, k, log, **_):

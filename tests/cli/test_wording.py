@@ -1,4 +1,4 @@
-"""Messages of Python in the words of the command line."""
+"""Converts error messages of the Python interface to the terms of the command line."""
 
 import pytest
 

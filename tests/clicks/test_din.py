@@ -1,4 +1,4 @@
-"""DIN and TIN, whose histories are weighed by the candidate, beside float64."""
+"""DIN and TIN, which weight a history by the candidate, compared with float64."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ all_forms = pytest.mark.parametrize("config", FEATURES_OF, ids=["din", "tin", "l
 
 
 def lists(rng, batch, rows, longest):
-    """Lists of 0 to `longest` ids: none of an example, duplicates, and a very long one."""
+    """Lists of 0 to `longest` ids: empty lists, duplicates, and a very long list."""
     lengths = rng.integers(0, longest + 1, batch)
     lengths[:2] = 0, 40
     indptr = np.append(0, np.cumsum(lengths)).astype(np.int32)
@@ -52,7 +52,7 @@ def inputs(batch=16, num_dense=2, config=CONFIG):
 
 
 def built(config=CONFIG, num_dense=2, features=None):
-    """With parameters none of which is zero."""
+    """A model without parameters that are 0."""
     model = sj.clicks.build_click_model(
         config,
         num_dense=num_dense,

@@ -1,4 +1,4 @@
-"""Click models against NumPy in float64, from parameters of the same names."""
+"""Click models compared with NumPy in float64; both have parameters with equal names."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def inputs(num_dense, batch=16):
 
 
 def build(config, num_dense=3):
-    """With parameters none of which is zero."""
+    """A model without parameters that are 0."""
     sizes = {"num_dense": num_dense, "features": FEATURES}
     model = sj.clicks.build_click_model(config, **sizes, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(1)
@@ -51,7 +51,7 @@ def wide(variable):
 
 
 def rows_of(embeddings, ids, combiner="sum"):
-    """`[batch, features, dim]`"""
+    """The summed rows, `[batch, features, dim]`."""
     parts = []
     for name, value in ids.items():
         table = np.asarray(embeddings.table(name), np.float64)

@@ -1,4 +1,4 @@
-"""Several labels of a click model: losses and gradients of `fit` by NumPy in float64."""
+"""Click models with several labels: losses and gradients compared with NumPy in float64."""
 
 import json
 
@@ -34,7 +34,7 @@ ROWS = 40
 
 
 def clicks(rows=ROWS) -> sj.ClickDataset:
-    """Examples of which a third lacks some label."""
+    """Draws examples; a third of them lack a label."""
     rng = np.random.default_rng(0)
     click, buy, again = np.cumprod(rng.integers(0, 2, (3, rows)), axis=0)
     numbers = rng.random(rows), rng.normal(size=rows), rng.normal(size=rows) + 1
@@ -51,7 +51,7 @@ def clicks(rows=ROWS) -> sj.ClickDataset:
 
 
 def built(config, data):
-    """With parameters none of which is zero."""
+    """A model without parameters that are 0."""
     model, optimizer = sj.build(config, data, sj.optimizers.sgd(1.0))
     rng = np.random.default_rng(1)
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -66,7 +66,7 @@ def parameters(model) -> dict[tuple, np.ndarray]:
 
 
 def stacks(p, path, x, *, end):
-    """Stacks of layers, one after the other; `x` is `[batch, inputs]` for each."""
+    """Computes stacks of layers one after the other; `x` is `[batch, inputs]` for each."""
     count = sum(1 for key in p if key[: len(path) + 1] == (*path, "kernels"))
     found = []
     for c, given in enumerate(x):
@@ -88,7 +88,7 @@ def mixed(weights, experts):
 
 
 def scores(p, sharing, x, path=("hidden",)):
-    """`[batch, labels]` scores, label by label and expert by expert."""
+    """`[batch, labels]` scores, computed label by label and expert by expert."""
     k = len(LABELS)
     if isinstance(sharing, sj.SharedBottom):
         at = (*path, "bottom", "layers", 0)
@@ -123,7 +123,7 @@ def crossed(p, data, rows):
 
 
 def predicted(z):
-    """Probabilities of the chain, and scores of numbers."""
+    """Probabilities of the labels in the chain, and scores of the numeric labels."""
     p = 1 / (1 + np.exp(-z))
     p[:, 1] *= p[:, 0]
     p[:, 2] *= p[:, 1]
@@ -241,7 +241,7 @@ def test_what_does_not_fit():
 
 
 class Wide(nnx.Module):
-    """A model of one's own with a column of logits too many."""
+    """A custom model that returns one column of logits too many."""
 
     kind = "clicks"
 

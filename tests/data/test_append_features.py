@@ -1,4 +1,4 @@
-"""Data gets the vocabulary of a trained model, and what is new behind it."""
+"""Data gets the vocabulary of a trained model; new names are appended."""
 
 import numpy as np
 import pytest

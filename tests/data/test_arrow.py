@@ -1,4 +1,4 @@
-"""Arrow's arrays from NumPy's, and back."""
+"""Converts NumPy arrays to Arrow arrays, and back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Files as they come out of shops and notebooks: what is read of them, or the error.
+"""Files as shops and notebooks write them: how they are read, or which error they raise.
 
-Each case says which columns were read and what is in the data, or how the message goes.
-None trains a column that is not what it was taken for.
+Each case states the columns that are read and the resulting data, or the error message. No case
+may train on a column that was misinterpreted.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def csv(**columns: list) -> str:
 
 
 def frame(**columns: Any) -> pandas.DataFrame:
-    """The frame with other columns."""
+    """The base frame, in which some columns are replaced."""
     return FRAME.assign(**columns)
 
 

@@ -1,4 +1,4 @@
-"""Lines that cannot be read are left out if asked, are counted, and are not many."""
+"""Unreadable lines are skipped on request, are counted, and must be few."""
 
 import gzip
 
@@ -128,7 +128,9 @@ def test_what_has_no_lines(tmp_path):
 
 @pytest.fixture
 def events(tmp_path):
-    """Bad are a time, two numbers of columns, and a user."""
+    """Events with four bad lines: a bad time, two with a wrong number of columns, and a bad
+    user.
+    """
     lines = ["user,item,time", *(f"u{i % 60},i{(i * 7) % 37},{i}" for i in range(800))]
     lines[117], lines[130], lines[131], lines[150] = (
         "u1,i2,n/a",
@@ -183,6 +185,6 @@ def test_clicks(tmp_path):
 
 
 def followed(path, known):
-    """The examples of a file that a run follows."""
+    """The examples that a run which follows a folder reads from a file."""
     with pytest.warns(match="3 bad lines are left out of 600"):
         return KIND.read_followed(str(path), known, Reading(skip_bad_lines=True))

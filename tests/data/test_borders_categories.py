@@ -1,4 +1,4 @@
-"""Categories of clicks: one spelling for each, whatever brings them in."""
+"""Categories of clicks have one spelling, in whatever form they are read."""
 
 import itertools
 

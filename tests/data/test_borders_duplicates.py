@@ -1,4 +1,4 @@
-"""Duplicates of SciPy matrices: their sum is right, whatever their type and format."""
+"""Duplicates in SciPy matrices are summed correctly, for all dtypes and formats."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ TYPES = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8"]
 
 
 def repeated(dtype, format, count=300, value=100):
-    """An entry that occurs many times, and one that does not."""
+    """A matrix in which one entry occurs many times, and another one once."""
     rows, columns = (
         np.append(np.zeros(count, int), 1),
         np.append(np.ones(count, int), 0),

@@ -1,4 +1,6 @@
-"""Folders of Parquet files: what only some of the files have is an error, in any order."""
+"""Folders of Parquet files: a column that only some of the files have is an error, in any
+order.
+"""
 
 import pyarrow as pa
 import pyarrow.parquet as pq

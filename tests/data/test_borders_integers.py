@@ -1,4 +1,4 @@
-"""Integers beyond int32 are errors, or are read: none becomes another number."""
+"""Integers beyond int32 are read correctly, or raise an error."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Names of users and items: every way in spells them alike, or refuses them alike."""
+"""Names of users and items: all readers spell a name equally, or all refuse it."""
 
 import decimal
 import itertools
@@ -25,7 +25,7 @@ def stored(table: pa.Table, folder: pathlib.Path) -> str:
 
 
 def converted(table: pa.Table, folder: pathlib.Path, **given) -> sj.SparseDataset:
-    """By the command."""
+    """The data that the command `convert` writes."""
     out = folder / "converted.parquet"
     flags = [f"--{name}={value}" for name, value in given.items()]
     if main(["convert", stored(table, folder), str(out), *flags]):
@@ -39,7 +39,7 @@ def prepared(events, folder: pathlib.Path, **given) -> sj.SparseDataset:
 
 
 def from_scipy(table: pa.Table, folder: pathlib.Path) -> sj.SparseDataset:
-    """The same names in a matrix: of a user, of an item, or of both."""
+    """The data read from a SciPy matrix, with names of users, of items, or of both."""
     given = {}
     for role, column in (("row", "user"), ("feature", "item")):
         names = table[column].combine_chunks()

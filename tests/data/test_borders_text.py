@@ -1,4 +1,4 @@
-"""CSV and TSV of other programs: their headers, their colons, and the work that they cost."""
+"""CSV and TSV files of other programs: headers, colons, and the cost of reading."""
 
 import gzip
 import itertools
@@ -283,7 +283,7 @@ def test_what_only_looks_like_a_header(tmp_path):
 
 
 def work_of(call) -> int:
-    """Calls, and the bytes of texts and arrays whose methods are called."""
+    """Counts function calls, and the bytes of texts and arrays whose methods are called."""
     total = 0
 
     def count(_, event, function):

@@ -1,4 +1,4 @@
-"""Times at the borders: every way in reads the same order, or says that it cannot."""
+"""Times at the limits of their types: all readers find one order, or raise an error."""
 
 import contextlib
 import io
@@ -179,7 +179,7 @@ SETS = [way for way in WAYS if way.name == "read"]
 
 
 def each(ways: list[Way]):
-    """A test of each way, as its parameter `way`."""
+    """Parametrizes a test by the ways to read, as its parameter `way`."""
     names = [f"{way.name}-{way.form.__name__.strip('_')}" for way in ways]
     return pytest.mark.parametrize("way", ways, ids=names)
 

@@ -1,4 +1,4 @@
-"""Readers of clicks against a plain loop in Python."""
+"""Readers of clicks compared with a plain Python loop."""
 
 import collections
 import csv
@@ -35,7 +35,7 @@ WITHOUT_HEADER = dataclasses.replace(SCHEMA, columns=NAMES)
 
 
 def records(n=200, seed=0, first=0):
-    """Cells of lines, of which some are empty; skewed categories."""
+    """Draws the cells of lines: some are empty, and categories are skewed."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(n):
@@ -64,7 +64,7 @@ def write(path, lines, form):
 
 
 def scalar_xxh64(text: str) -> int:
-    """By the specification, of one text, with Python's integers."""
+    """The xxh64 hash of one text by its specification, with Python's integers."""
     p1, p2, p3, p4, p5 = (
         0x9E3779B185EBCA87,
         0xC2B2AE3D27D4EB4F,
@@ -123,7 +123,7 @@ def test_xxh64():
 
 
 def expected(lines, train=None):
-    """Labels, numbers and ids of the columns of `lines`, by their definition."""
+    """Labels, numbers and ids of the columns of `lines`, computed by their definition."""
     labels = [float(line[0]) for line in lines]
     dense = [
         [
@@ -614,7 +614,7 @@ def test_numbers_are_found_in_vocabularies_however_they_are_spelled():
 
 
 def timed_rows(form: str) -> list[dict[str, Any]]:
-    """Examples of ten days in no order; later ones have other categories."""
+    """Examples of ten days in random order; later days have other categories."""
     rng = np.random.default_rng(0)
     rows = []
     for day in rng.permutation(np.repeat(np.arange(10), 12)).tolist():

@@ -1,4 +1,4 @@
-"""SparseDataset: making, splitting, matching by name, saving."""
+"""SparseDataset: construction, splitting, matching by name, saving."""
 
 import dataclasses
 import itertools
@@ -54,7 +54,7 @@ def random_dataset(rows: int, columns: int, seed: int = 0) -> SparseDataset:
 def with_times(
     dataset: SparseDataset, *, kind: str = "int64", seed: int = 0
 ) -> SparseDataset:
-    """The same entries at random times, with ties."""
+    """Adds random times, with ties, to the entries of a data set."""
     rng = np.random.default_rng(seed)
     count = dataset.num_entries
     times = rng.integers(-5, 5, count).astype(kind)
@@ -181,7 +181,9 @@ def test_constructor_rejects_repeated_columns():
 
 
 def skewed(columns: int, *, rows: int = 200) -> scipy.sparse.csr_array:
-    """Column c is in about rows / (1 + c / 20) rows: in order of popularity."""
+    """A matrix whose columns are in order of popularity: column c is in about rows / (1 + c / 20)
+    rows.
+    """
     rng = np.random.default_rng(0)
     share = 1 / (1 + np.arange(columns) / 20)
     return scipy.sparse.csr_array(rng.random((rows, columns)) < share)

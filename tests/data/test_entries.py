@@ -1,4 +1,4 @@
-"""Ragged rows against lists of rows in Python."""
+"""Ragged rows compared with Python lists."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from sparsejax.data.files.entries import Entries, joined, known, taken
 
 
 def made(rows, *, timed=True, left_out=None):
-    """Entries of rows, which are lists of (index, time)."""
+    """Entries of rows; each row is a list of (index, time)."""
     flat = [entry for row in rows for entry in row]
     return Entries.of_lengths(
         np.array([len(row) for row in rows], np.int64),

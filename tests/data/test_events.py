@@ -1,4 +1,4 @@
-"""Columns of events: how they are read, saved, split and made to targets."""
+"""Event columns: reading, saving, splitting, and use as targets."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ SCHEMA = sj.EventSchema(
 
 
 def frame(rows: int = 60, seed: int = 0) -> pandas.DataFrame:
-    """Events in no order, with missing values in each column that may miss some."""
+    """Events in random order, with missing values in all columns that allow them."""
     rng = np.random.default_rng(seed)
 
     def some(values, share=0.2):
@@ -78,12 +78,14 @@ def written(table: pandas.DataFrame, form: str, folder):
 
 
 def read(source, **options) -> Any:
-    """The histories; not as a `SequenceDataset`, whose events may be None."""
+    """The histories that are read, typed as `Any` because the events of a `SequenceDataset` may be
+    None.
+    """
     return sj.read_sequences(source, events=SCHEMA, **options)
 
 
 def numbered(column: pandas.Series, min_count: int = 1) -> tuple[list[str], list[int]]:
-    """The vocabulary by numbers of occurrences then by name, and the ids."""
+    """The vocabulary, ordered by number of occurrences and then by name, and the ids."""
     counts = column.value_counts()
     known = [n for n in sorted(counts.index, key=lambda n: (-counts[n], n))]
     known = [n for n in known if counts[n] >= min_count]
@@ -258,7 +260,9 @@ WITH_LISTS = dataclasses.replace(SCHEMA, ids={**SCHEMA.ids, **MORE})
 
 
 def two_files(folder, group: int) -> pandas.DataFrame:
-    """Sorted events in two files, of which one alone has lists; some are empty or missing."""
+    """Writes sorted events to two files; only one has lists, some of which are empty or
+    missing.
+    """
     table = frame(90).sort_values("user", kind="stable").reset_index(drop=True)
     rng = np.random.default_rng(1)
     tags = [[f"t{t}" for t in rng.integers(6, size=n)] for n in rng.integers(0, 4, 90)]

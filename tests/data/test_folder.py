@@ -1,4 +1,4 @@
-"""Data sets as folders: what is written, how little is read, and what is refused."""
+"""Data sets as folders: their content, partial reading, and errors."""
 
 import datetime
 import decimal
@@ -20,7 +20,7 @@ pytest.importorskip("duckdb")
 
 
 def events(rows=300, items=20, count=4000, seed=0):
-    """Events of integer users and items, one of which is in a third of them."""
+    """Events of integer users and items; a third of the events have the same item."""
     rng = np.random.default_rng(seed)
     item = rng.integers(0, items, count)
     item[rng.random(count) < 1 / 3] = 7
@@ -33,7 +33,7 @@ def events(rows=300, items=20, count=4000, seed=0):
 
 @pytest.fixture
 def small_groups(monkeypatch):
-    """Row groups of 100 entries, and files of 500."""
+    """Sets small sizes: row groups of 100 entries, and files of 500 entries."""
     monkeypatch.setattr(folder_files, "GROUP_ENTRIES", 100)
     monkeypatch.setattr(folder_files, "FILE_ENTRIES", 500)
 

@@ -1,4 +1,4 @@
-"""The same data from every form that people have: files, folders, frames, records."""
+"""Equal data read from all supported forms: files, folders, frames, records."""
 
 import bz2
 import functools
@@ -84,7 +84,7 @@ def _file(name, data):
 
 
 def _folder(name, write, form=lambda folder: folder / "all"):
-    """Two files, the second of which has the last rows, and files that are skipped."""
+    """A form of two files, the second with the last rows, beside files that are skipped."""
 
     def make(folder):
         for at, part in enumerate((TABLE.slice(0, 4), TABLE.slice(4))):
@@ -192,7 +192,7 @@ def prepared(source, folder):
 
 @pytest.fixture(scope="module")
 def of_parquet(tmp_path_factory):
-    """What a function makes of the table in a file of Parquet."""
+    """A cache of the results of functions on the table in a Parquet file."""
 
     @functools.cache
     def made(what):
@@ -247,7 +247,7 @@ def test_times_of_a_file_count_more_than_the_day_of_its_folder(suffix, tmp_path)
 
 
 def _hive(folder, column, table):
-    """A folder of Parquet, with a folder in it for each cell of a column."""
+    """A Parquet folder with a subfolder for each value of a column."""
     for cell in dict.fromkeys(table[column].to_pylist()):
         part = (
             folder

@@ -1,4 +1,4 @@
-"""Content of items, read from each form, aligned, saved, and refused."""
+"""Content of items: reading from each form, alignment, saving, and errors."""
 
 import datetime
 import gzip

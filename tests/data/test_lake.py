@@ -1,6 +1,6 @@
-"""Tables of Delta Lake and Iceberg, as their own libraries wrote them, are read as these read them.
+"""Tables of Delta Lake and Iceberg are read as their own libraries read them.
 
-Their folders have files of earlier versions, too, which must not come back.
+Their folders also have files of earlier versions, which must not be read.
 """
 
 import base64
@@ -98,14 +98,14 @@ WRITERS = {"delta": write_delta, "iceberg": write_iceberg}
 
 @pytest.fixture(scope="module", params=WRITERS)
 def written(request, tmp_path_factory):
-    """The folder of a table, and its rows as the library of its format reads them."""
+    """The folder of a table, and its rows as read by the library of its format."""
     folder = tmp_path_factory.mktemp(request.param)
     rows = WRITERS[request.param](str(folder))
     return str(folder / "events" if request.param == "iceberg" else folder), rows
 
 
 def entries(data):
-    """The entries of a data set, in no order, with the times of histories."""
+    """The entries of a data set as a set, with times for histories."""
     rows = data.indptr if hasattr(data, "indptr") else data.matrix.indptr
     columns = data.indices if hasattr(data, "indptr") else data.matrix.indices
     found = []

@@ -1,4 +1,4 @@
-"""Columns of clicks that are like another one: the same categories and ids."""
+"""Click columns that share another column's categories and ids."""
 
 import json
 import re
@@ -28,7 +28,9 @@ SCHEMA = sj.ClickSchema(
 
 
 def made(seed=0, rows=60) -> list[dict[str, Any]]:
-    """Examples whose lists have items that are never shown; later ones have other items."""
+    """Draws examples whose lists have items that are never shown. Later examples have other
+    items.
+    """
     rng = np.random.default_rng(seed)
 
     def item(day: int) -> str:
@@ -48,7 +50,7 @@ def made(seed=0, rows=60) -> list[dict[str, Any]]:
 
 
 def by_hand(rows, known=()) -> tuple[list[str], list]:
-    """The vocabulary of three columns, and their ids: by the rules, in Python."""
+    """The vocabulary of three columns and their ids, computed by the rules in plain Python."""
     shown = [[row["item"]] if row["item"] else [] for row in rows]
     all_ = [
         name

@@ -1,4 +1,4 @@
-"""Many names are found at once, as a dictionary would find them one after the other."""
+"""Many names are looked up at once, with the results of a dictionary."""
 
 import struct
 
@@ -19,7 +19,7 @@ UNKNOWN = ["", "item", "item 300", "x" * 40, "x" * 16 + "w", "y" * 300, "a\0\0",
 
 
 def encoded(names: list[str]) -> EncodedNames:
-    """The names, with other bytes before, between and behind them."""
+    """The names as bytes in memory, with other bytes before, between and after them."""
     each = [name.encode() for name in names]
     data = b"".join(b"\7\0\0\0" + name for name in each)
     lengths = np.array([len(name) for name in each], np.int64)

@@ -1,4 +1,4 @@
-"""Data needs no device: it is read, split, saved, scanned and prepared without one."""
+"""Data is read, split, saved, scanned and prepared without initializing a device."""
 
 import os
 import subprocess

@@ -30,7 +30,7 @@ def write(tmp_path):
 
 
 def read_in_blocks(path: pathlib.Path, **options: int):
-    """`read_pairs` with blocks of another size."""
+    """Calls `read_pairs` with blocks of another size."""
     layout = find_layout(path, Chosen())
     with open_data(path) as stream:
         encoded = "user", "item"

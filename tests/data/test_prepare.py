@@ -143,7 +143,7 @@ EVENTS = sj.EventSchema(
 
 
 def of_events(rows: int = 400, seed: int = 0) -> pd.DataFrame:
-    """Events in no order, with equal times, repeats, missing cells and lists."""
+    """Events in random order, with equal times, repeats, missing cells and lists."""
     rng = np.random.default_rng(seed)
     tags: Any = [
         [f"t{t}" for t in rng.integers(5, size=n)] for n in rng.integers(0, 4, rows)
@@ -162,7 +162,7 @@ def of_events(rows: int = 400, seed: int = 0) -> pd.DataFrame:
 
 
 def check_histories(found: Any, wanted: Any) -> None:
-    """Both have the same rows, in any order, to the bit."""
+    """Checks that both data sets have bitwise equal rows, in any order."""
     wanted = wanted.align_rows(found.row_names)
     for name in ("indptr", "indices", "times"):
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))

@@ -1,4 +1,4 @@
-"""The text and adjacency forms, what all readers share, and guessing the format."""
+"""The text and adjacency formats, behaviour common to all readers, and detection of the format."""
 
 import gzip
 import io
@@ -38,7 +38,7 @@ from sparsejax.data.sets.assemble import assemble
 
 
 def merged(rows: Sequence[tuple[str, Sequence[tuple[str, float | None]]]]) -> Contents:
-    """What lines of a file mean, in plain Python."""
+    """The content of a file's lines, merged in plain Python."""
     result: Contents = {}
     for row, entries in rows:
         into = result.setdefault(row, {})

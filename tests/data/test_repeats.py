@@ -1,4 +1,4 @@
-"""Splits of events of which some are repeats."""
+"""Splits of events, some of which are repeats."""
 
 import copy
 import warnings
@@ -44,7 +44,7 @@ def parts_of(split):
 
 
 def expected(table, cut, repeats):
-    """The pairs of both parts, from the events."""
+    """The expected pairs of both parts, computed from the events."""
     rows = list(
         zip(*(table[name].to_pylist() for name in table.column_names), strict=True)
     )

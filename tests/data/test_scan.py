@@ -71,7 +71,9 @@ def test_what_is_no_saved_data_set(tmp_path):
 
 
 def random_lists(rows=70, items=40, seed=0, *, integers=True):
-    """A list of items and of values for each user; some twice, some rows empty."""
+    """Draws a list of items and values for each user; some items occur twice, some rows are
+    empty.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 6, rows)
     lists = [rng.integers(0, items, n).tolist() for n in lengths]
@@ -85,7 +87,9 @@ def write(path, columns, group=16):
 
 
 def assert_the_same(scanned, data, rows=None):
-    """All rows, and parts of them, over the features in the order of `data`."""
+    """Asserts that all rows, and parts of them, are equal, with the features in the order of
+    `data`.
+    """
     names = scanned.feature_names.tolist()
     order = [names.index(name) for name in data.feature_names.tolist()]
     expected = data.matrix.to_scipy().toarray()

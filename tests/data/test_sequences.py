@@ -1,4 +1,4 @@
-"""Histories in order, against plain Python."""
+"""Histories in order, compared with plain Python."""
 
 import dataclasses
 import re

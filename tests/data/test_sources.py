@@ -1,4 +1,4 @@
-"""Which row belongs to which."""
+"""Matching of rows between sources."""
 
 import jax
 import jax.numpy as jnp

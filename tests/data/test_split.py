@@ -1,4 +1,4 @@
-"""What is held out by time, against pandas and plain Python."""
+"""Splits by time, compared with pandas and plain Python."""
 
 import dataclasses
 import datetime
@@ -196,7 +196,7 @@ def test_every_entry_is_in_one_part(dataset, n, cut, fraction):
 
 
 def events_of(times: list, rows: str = "aabbc") -> SparseDataset:
-    """Of row a two entries, of b two, of c one; all of different features."""
+    """Events: row a has two entries, b two and c one, all of different features."""
     starts = [0, *(i for i in range(1, len(rows)) if rows[i] != rows[i - 1]), len(rows)]
     count = len(rows)
     matrix = CSR(

@@ -1,4 +1,4 @@
-"""What is read from and written to a store that fails, and by processes that are killed."""
+"""Reads from and writes to an object store that fails, also by processes that are killed."""
 
 import dataclasses
 import os
@@ -186,7 +186,9 @@ def test_preparing_that_is_killed_at_any_point(store, tmp_path, small_groups):
         assert process.stdin is not None and process.stdout is not None
 
         def status(folder, kill_at=None):
-            """The exit status of a process that is killed at a request, and their number."""
+            """Runs a process that may be killed at a request; returns its exit status and the
+            number of requests.
+            """
             begun, known, pids = len(store.requests), threading.Event(), []
 
             def kills(method, path, number):

@@ -1,4 +1,4 @@
-"""Tables with types: Parquet files, folders and object stores; tables in memory."""
+"""Typed tables: Parquet files, folders and object stores; tables in memory."""
 
 import decimal
 import os

@@ -1,4 +1,4 @@
-"""Files of interactions are read as what was written."""
+"""Files of interactions are read back as they were written."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""DSSTNE's brake, alone and in `fit`."""
+"""DSSTNE's "brake", which lowers the learning rate: alone and in `fit`."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""DSSTNE's commands, as its users type them."""
+"""DSSTNE's commands with the arguments that its users type."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Weights between layers of DSSTNE: how they start, who shares them."""
+"""Weights between layers of DSSTNE: initialization and sharing."""
 
 import dataclasses
 

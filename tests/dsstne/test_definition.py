@@ -1,4 +1,4 @@
-"""DSSTNE's network JSON: sizes, defaults, round trips, and what is refused."""
+"""DSSTNE's network JSON: sizes, defaults, round trips, and errors."""
 
 import copy
 import dataclasses
@@ -485,7 +485,7 @@ SMALL: dict[str, Any] = {
 
 
 def places(node):
-    """All `(container, key)` of a JSON value."""
+    """All pairs `(container, key)` in a JSON value."""
     keys = list(node) if isinstance(node, dict) else range(len(node))
     for key in keys if isinstance(node, dict | list) else ():
         yield node, key

@@ -1,4 +1,4 @@
-"""The examples in docstrings are run, as those of the package's other public names."""
+"""Runs the examples in docstrings of the package `dsstne`."""
 
 import doctest
 import inspect

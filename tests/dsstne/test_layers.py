@@ -1,4 +1,4 @@
-"""A layer of DSSTNE: dropout, normalization, the limit of its deltas."""
+"""A layer of DSSTNE: dropout, normalization, and the limit of its deltas."""
 
 import dataclasses
 from typing import Any

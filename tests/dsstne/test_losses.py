@@ -37,7 +37,7 @@ def value_and_slope(function, x):
 
 
 def numpy_activation(name, z):
-    """Value and slope."""
+    """An activation of `z`, and its derivative."""
     a = 1 / (1 + np.exp(-z))
     low = np.exp(np.minimum(z, 0)) - 1
     elu, elu_slope = np.where(z > 0, z, 1.5 * low), np.where(z > 0, 1, 1.5 * (low + 1))
@@ -55,7 +55,7 @@ def numpy_activation(name, z):
 
 
 def numpy_loss(error, a, t):
-    """Value and slope in the activation."""
+    """The loss of activations `a`, and its derivative with respect to `a`."""
     d = a - abs(t)
     d = np.where(t > 0, np.minimum(0, d), np.maximum(0, d))
     return {

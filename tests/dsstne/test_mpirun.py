@@ -1,4 +1,4 @@
-"""Commands under Open MPI's `mpirun`, which tells its processes of each other."""
+"""Commands under Open MPI's `mpirun`, whose environment variables connect the processes."""
 
 import json
 import os
@@ -34,7 +34,7 @@ raise SystemExit(status)
 
 
 def under_mpirun(*argv):
-    """The results of two processes with the variables that Open MPI 4 sets."""
+    """Runs two processes with the variables that Open MPI 4 sets; returns their results."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     given = {

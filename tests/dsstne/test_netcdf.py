@@ -1,4 +1,4 @@
-"""DSSTNE's NetCDF files, against its C library (netCDF4) and NumPy."""
+"""DSSTNE's NetCDF files, compared with its C library (netCDF4) and NumPy."""
 
 import dataclasses
 import re
@@ -26,7 +26,7 @@ from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows
 
 
 def write_netcdf(path, attributes, variables, *, data_sets=1):
-    """A file by netCDF4: attributes with the types of DSSTNE, flat variables."""
+    """Writes a file by netCDF4: attributes with DSSTNE's types, and flat variables."""
     with netCDF4.Dataset(path, "w") as file:
         file.setncattr("datasets", np.uint32(data_sets))
         for name, value in attributes.items():
@@ -40,7 +40,7 @@ def write_netcdf(path, attributes, variables, *, data_sets=1):
 
 
 def sparse_file(path, **changes):
-    """Rows [1, 3], [], [0] of four columns; `changes` replace attributes or variables."""
+    """Writes rows [1, 3], [], [0] of four columns; `changes` replace attributes or variables."""
     attributes = {"name0": "input", "attributes0": 3, "kind0": 0, "dataType0": 0}
     attributes |= {"dimensions0": 1, "width0": 4}
     variables = {

@@ -1,4 +1,4 @@
-"""Networks of DSSTNE as modules, against its formulas in float64."""
+"""Networks of DSSTNE as modules, compared with its formulas in float64."""
 
 from typing import Any
 
@@ -272,7 +272,9 @@ def test_parameters_that_do_not_fit(tiny):
 
 
 def refused(network, x, labels, message):
-    """It cannot be trained, and says so wherever that begins."""
+    """Checks that training the network raises an error, in each of the functions that begin a
+    training.
+    """
     optimizer = sj.Optimizer(network, rules.SGD(0.1))
     for use in (
         lambda: network.loss(x, labels),

@@ -1,4 +1,4 @@
-"""DSSTNE's network files: read, written, and read by netCDF4."""
+"""DSSTNE's network files: reading and writing, also by netCDF4."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The order of the columns in training: balanced, and not seen from outside."""
+"""The internal order of columns in training: balanced over shards, and invisible to users."""
 
 import json
 from typing import Any

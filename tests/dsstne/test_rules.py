@@ -1,4 +1,4 @@
-"""DSSTNE's update rules against its formulas, in float64."""
+"""DSSTNE's update rules compared with its formulas in float64."""
 
 import dataclasses
 from typing import Any, cast

@@ -25,7 +25,7 @@ def rows_of(samples: text.Samples) -> dict[str, list]:
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads a text; no warning may come."""
+    """A function that reads a text, and fails on a warning."""
 
     def call(content: str, **options) -> text.Samples:
         path = tmp_path / "text"

@@ -1,7 +1,7 @@
-"""What `train` makes of data sets of every kind, against DSSTNE's formulas in float64.
+"""Trains on all kinds of data sets by `train`, compared with DSSTNE's formulas in float64.
 
-Each training starts from a network file (`WeightsData`). The printed error is that of
-these weights.
+Each training starts from a network file (`WeightsData`). The printed error is that of these
+weights.
 """
 
 import json
@@ -39,7 +39,7 @@ CLASSES = RNG.integers(0, ITEMS, EXAMPLES)
 
 
 def sparse(rows, **given):
-    """A sparse data set; whole numbers are an indicator."""
+    """A sparse data set; integers as values make it an indicator."""
     matrix = scipy.sparse.csr_array(rows)
     values = matrix.data.astype(np.float32) if matrix.dtype.kind == "f" else None
     starts, ends = matrix.indptr[:-1], matrix.indptr[1:]
@@ -48,7 +48,7 @@ def sparse(rows, **given):
 
 
 def train(targets, activation, error_function, flags):
-    """The numbers that `train` prints, and those of the network that it writes."""
+    """The numbers that `train` prints, and those computed from the network that it writes."""
     document = {
         "ErrorFunction": error_function,
         "ScaledMarginalCrossEntropy": MARGINS,

@@ -1,4 +1,4 @@
-"""Convolution and pooling of DSSTNE against loops over places."""
+"""Convolution and pooling of DSSTNE, compared with loops over positions."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from sparsejax.sparse import CSR
 
 
 def naive_windows(image, kernel, stride, padding, make):
-    """`make(window)` at each place of `[channels, ..., y, x]`; padding is NaN."""
+    """Applies `make(window)` at each position of `[channels, ..., y, x]`; padding is NaN."""
     around = [(0, 0), *((n, n) for n in padding)]
     padded = np.pad(image, around, constant_values=np.nan)
     sizes = zip(padded.shape[1:], kernel, stride, strict=True)

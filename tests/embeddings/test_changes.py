@@ -1,4 +1,4 @@
-"""Exports of changes, and models that take them."""
+"""Exports of changes, and models to which changes are applied."""
 
 import dataclasses
 import errno
@@ -60,7 +60,7 @@ def step(model, optimizer, ids, target):
 
 
 class Training:
-    """A training whose ids come and go."""
+    """A training in which ids get rows and lose them."""
 
     def __init__(self, rule=None, tables=None):
         self.model = Clicks(tables)
@@ -87,7 +87,7 @@ class Training:
 
 
 def saved(model, optimizer, folder, *, state=False):
-    """The bytes of `save_table` of each table, and of the other layers."""
+    """The bytes that `save_table` writes for each table, and the bytes of the other layers."""
     folder.mkdir()
     model, optimizer = nnx.clone((model, optimizer))
     if optimizer is not None:
@@ -145,7 +145,7 @@ def test_an_export_does_not_change_the_training(history):
 
 
 def up_to(history, number, folder):
-    """A folder with the changes up to a number."""
+    """A folder with only the changes up to a number."""
     folder.mkdir()
     for each in range(number + 1):
         name = f"{each:08d}"
@@ -353,7 +353,7 @@ def alter(name, at=30):
 
 
 def foreign(folder):
-    """An increment of another training."""
+    """A change that belongs to another training."""
     link = change_folders.read(folder, 1)
     shutil.rmtree(folder / "00000002")
     other = dataclasses.replace(link, checksum="another")

@@ -1,4 +1,4 @@
-"""An embedding collection against NumPy in float64."""
+"""An embedding collection compared with NumPy in float64."""
 
 import contextlib
 import functools
@@ -47,7 +47,7 @@ def collection_of(tables=TABLES, features=FEATURES, **options):
 
 
 def ragged(lists, num_cols, weights=None, *, extra=0):
-    """A CSR of lists of ids, in their order and with duplicates."""
+    """Makes a CSR from lists of ids, which keep their order and duplicates."""
     ids = np.concatenate([*map(np.asarray, lists), np.zeros(extra)]).astype(np.int32)
     indptr = np.cumsum([0, *map(len, lists)]).astype(np.int32)
     data = None
@@ -85,7 +85,7 @@ def random_ids(seed=0, batch=BATCH):
 
 
 def bags_of(value, config):
-    """For each example, a list of bags, each of (id, weight)."""
+    """For each example a list of bags; a bag is a list of (id, weight)."""
     examples = []
     for b in range(len(value.indptr) - 1 if isinstance(value, sj.CSR) else len(value)):
         if isinstance(value, sj.CSR):
@@ -104,7 +104,7 @@ def bags_of(value, config):
 
 
 def oracle(tables, features, ids):
-    """`{feature: rows}` and the terms of each: (table, id, example, bag, factor)."""
+    """The results `{feature: rows}`, and their terms: (table, id, example, bag, factor)."""
     rows, terms = {}, {}
     for name, feature in features.items():
         config = (
@@ -169,7 +169,7 @@ def test_every_kind_of_feature(collection, packed):
 
 
 def as_lists(ids):
-    """The same ids as `WideIds`, those of 64 bits that NumPy has by default."""
+    """Converts ids to `WideIds`; NumPy's integers have 64 bits by default."""
     found = {}
     for name, value in ids.items():
         if isinstance(value, sj.CSR):
@@ -419,7 +419,7 @@ def train_step(model, optimizer, ids, click):
 
 
 def oracle_training(tables, weights, bias, batches, *, adagrad):
-    """20 steps by hand; returns losses and tables."""
+    """Trains 20 steps in NumPy; returns losses and tables."""
     tables = {name: table.copy() for name, table in tables.items()}
     sums = {name: np.zeros((len(t), 1)) for name, t in tables.items()}
     losses = []
@@ -577,7 +577,7 @@ def test_results_have_the_dtype():
 
 
 def step_of(collection, optimizer):
-    """A training step as a function of the state and ids, and the state."""
+    """A training step as a function of state and ids, and the initial state."""
     graphdef, state = nnx.split((collection, optimizer))
 
     def step(state, ids):
@@ -673,7 +673,7 @@ def test_a_step_has_no_more_operations_with_more_tables(mesh):
 
 
 class Counted(nnx.Module):
-    """A collection, and how often its steps were traced."""
+    """A collection that counts how often its steps are traced."""
 
     times_traced = 0
 
@@ -715,7 +715,9 @@ def shardings(optimizer):
 
 @functools.cache
 def exchanging_run(rule, mesh=None, distinct=False):
-    """Losses, gradients and tables after spread ids, and ids that one device owns."""
+    """Losses, gradients and tables of a training with ids of all devices, then with ids that one
+    device owns.
+    """
     rng = np.random.default_rng(0)
     spread = {
         "a": rng.integers(-1, 3000, 64).astype(np.int32),

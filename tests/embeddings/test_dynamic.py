@@ -1,4 +1,4 @@
-"""Dynamic tables against static ones, and against a dictionary."""
+"""Dynamic tables compared with static ones, and with a Python dictionary."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ BATCH = 16
 
 
 class Model(nnx.Module):
-    """The sum of all numbers of an example, in places."""
+    """A model whose result is the sum of all numbers of an example, each at its position."""
 
     def __init__(self, tables, features, **options):
         self.embeddings = sj.embeddings.EmbeddingCollection(
@@ -105,7 +105,7 @@ def random_ids(rng, batch=BATCH):
 
 
 def as_names(ids):
-    """The same with 64-bit names."""
+    """Maps ids to 64-bit names."""
 
     def named(value):
         if isinstance(value, sj.CSR):
@@ -121,7 +121,7 @@ def tables_of(kind, rows, **options):
 
 
 def vectors(model, table, feature, names=NAMES):
-    """The vectors of names; those without a row have their first one."""
+    """The vectors of names; names without a row have their initial vector."""
     nothing = np.zeros(0, np.uint64), np.zeros(1 + len(names), np.int64)
     lists = {name: WideIds.ragged(*nothing) for name in FEATURES}
     lists[feature] = WideIds.of(names)
@@ -129,7 +129,7 @@ def vectors(model, table, feature, names=NAMES):
 
 
 def trained_pair(rule, steps):
-    """A model of dynamic tables and one of static tables, trained alike."""
+    """Trains a model with dynamic tables and a model with static tables on equal data."""
     dynamic = Model(tables_of(DynamicTableConfig, 60_000), FEATURES)
     static = Model(
         tables_of(sj.embeddings.TableConfig, 100, placement="rows"), FEATURES
@@ -215,7 +215,7 @@ def test_equals_static_tables_after_a_move_to_another_mesh(rule, tmp_path):
 
 @dataclasses.dataclass(frozen=True)
 class Fading(RowNumber):
-    """Counts, of which old ones count less: a policy of one's own."""
+    """A custom policy: counts in which old occurrences have a lower weight."""
 
     name = "faded"
     dtype = jnp.float32
@@ -228,7 +228,7 @@ class Fading(RowNumber):
 
 
 class Dictionary:
-    """The ids of one table with their rows, as documented."""
+    """A Python model of a table: the ids and their rows, as documented."""
 
     def __init__(self, config):
         self.config, self.size = config, config.num_rows // 256
@@ -851,7 +851,7 @@ def saved(path, steps=3, **options):
 
 
 def of_ids(model, optimizer):
-    """All that is known of each id, in the order of ids."""
+    """All numbers and arrays of each id, in the order of ids."""
     table = pq.read_table(path_of(model, optimizer))
     return {name: table.column(name).to_pylist() for name in table.column_names}
 

@@ -1,4 +1,4 @@
-"""Tables in host memory against the same tables on the devices, to the bit."""
+"""Tables in host memory equal tables on the devices bit by bit."""
 
 import contextlib
 import dataclasses
@@ -51,7 +51,7 @@ def tables(**options):
 
 
 class Model(nnx.Module):
-    """Numbers of an example, in places."""
+    """A model whose result has the numbers of an example, each at its position."""
 
     def __init__(self, tables=None, seed=0):
         tables = tables or globals()["tables"]()
@@ -85,7 +85,7 @@ def answer(model, optimizer, ids):
 
 
 def batches(steps, seed=0):
-    """Some ids come often, most seldom; some are none, and lists have weights."""
+    """Draws batches: a few ids are frequent, some are missing, and lists have weights."""
     rng = np.random.default_rng(seed)
 
     def some(*shape):
@@ -472,7 +472,7 @@ def test_a_hand_passes_the_slots_of_a_large_table():
 
 
 def take(table, asked, looked):
-    """What `HostRows` does with the index."""
+    """Calls the index as `HostRows` does."""
 
     def part(index, missing):
         index, *_ = host_slots.taken(
@@ -529,7 +529,7 @@ def train_keyed(model, optimizer, ids, target):
 
 
 def keyed(steps, seed=0):
-    """Users that come and go, and items that come back."""
+    """Draws batches in which users come and go, and items return."""
     rng = np.random.default_rng(seed)
     for step in range(steps):
         number = {
@@ -565,7 +565,7 @@ def keyed_pair(rule, names=("user", "item", "hour", "place"), **options):
 
 
 def made_by_a_program(rule, **options):
-    """As runs make their models."""
+    """Makes a model in a compiled program, as runs do."""
 
     def make():
         model = Keyed(**options)
@@ -594,7 +594,7 @@ def test_static_tables_of_a_program():
 
 
 def check_files(pair, folder, names=("user", "item", "place")):
-    """Both have the same ids, rows and state."""
+    """Checks that both models write files with equal ids, rows and state."""
     for name in names:
         files = []
         for i, (model, optimizer) in enumerate(pair):

@@ -1,4 +1,4 @@
-"""Where tables lie on a mesh, and that results do not depend on it."""
+"""The placement of tables on a mesh, which does not change results."""
 
 import contextlib
 

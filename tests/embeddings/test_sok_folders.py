@@ -1,4 +1,4 @@
-"""Folders of `sok.dump` against a writer of the format that knows nothing of the reader."""
+"""Reads folders of `sok.dump`, written here by an independent implementation of the format."""
 
 import contextlib
 
@@ -19,7 +19,7 @@ NUMBERS = {"int32": 0, "int64": 1, "uint32": 2, "uint64": 3, "float16": 4, "floa
 
 
 def write(path, kind, values, slot="", table=""):
-    """A file of `sok.dump`."""
+    """Writes a file in the format of `sok.dump`."""
     head = table.rjust(256).encode() + kind.to_bytes(4, "big")
     head += slot.rjust(32).encode() + NUMBERS[values.dtype.name].to_bytes(4, "big")
     path.write_bytes(head + values.tobytes())

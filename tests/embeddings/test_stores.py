@@ -1,4 +1,4 @@
-"""Stores against each other: the same tables on the devices and in host memory."""
+"""Stores of tables give equal results: on the devices and in host memory."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ FEATURES = {"user": "user", "item": FeatureConfig("item", combiner="mean")}
 
 
 class Model(nnx.Module):
-    """The sums of the rows."""
+    """A model whose result is the sum of the rows."""
 
     def __init__(self, rows=ROWS, **options):
         options: dict[str, Any] = {"placement": "rows", **options}
@@ -74,7 +74,7 @@ def check_rows(*models):
 
 
 class Remote(TableConfig):
-    """A table whose rows a server has."""
+    """The configuration of a table whose rows are on a server."""
 
     store = "remote"
 
@@ -83,7 +83,7 @@ SERVER = {id: np.full(4, id * id, np.float32) for id in range(9)}
 
 
 class RemoteStore(StaticStore):
-    """Asks a server, which is faked, for each id."""
+    """A store that reads each id's row from a (fake) server."""
 
     def rows(self, batch, call):
         x, dim = batch.stacks[self.stack.name], self.stack.dim

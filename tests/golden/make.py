@@ -145,7 +145,7 @@ def sequence_config(name: str) -> sj.sequence.SequenceConfig:
 
 
 def write(folder: pathlib.Path) -> None:
-    """Writes all files, and what is found in them."""
+    """Writes all files, and the values that are read from them."""
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)  # a run names its data
     here = pathlib.Path()
@@ -264,7 +264,7 @@ def tables_and_features() -> tuple[
 
 
 def write_rules(folder: pathlib.Path) -> None:
-    """The JSON of rules and schedules, as runs have them."""
+    """Writes rules and schedules as JSON, in the form in which runs store them."""
     rate = optimizers.schedule("cosine_decay_schedule", init_value=0.1, decay_steps=9)
     rules = [optimizers.get(name, learning_rate=0.1) for name in RULES]
     rules += [optimizers.adamw(rate, b2=0.98), optimizers.sgd(rate, weight_decay=0.1)]
@@ -273,7 +273,7 @@ def write_rules(folder: pathlib.Path) -> None:
 
 
 def pack(name: str) -> None:
-    """Makes one file of a folder."""
+    """Packs a folder into one file."""
     with zipfile.ZipFile(f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as packed:
         for path in sorted(pathlib.Path(name).rglob("*")):
             if path.is_file() and path.name != ".lock":
@@ -283,7 +283,7 @@ def pack(name: str) -> None:
 
 
 def unpack(folder: pathlib.Path, name: str, into: pathlib.Path) -> pathlib.Path:
-    """The folder that is packed in `folder`."""
+    """Unpacks a file of `folder`; returns the unpacked folder."""
     with zipfile.ZipFile(folder / f"{name}.zip") as packed:
         packed.extractall(into)
     return into / name
@@ -298,7 +298,7 @@ def remove(name: str) -> None:
 def train(
     folder: pathlib.Path, name: str, *, epochs: int, resume: bool = False
 ) -> list[dict[str, float]]:
-    """`sparsejax train` in a folder, and what it says of each epoch."""
+    """Runs `sparsejax train` in a folder; returns what it reports for each epoch."""
     data, options = COMMANDS[name]
     said = io.StringIO()
     arguments = [
@@ -326,7 +326,7 @@ def train(
 
 
 def read_run(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    """The lists of a run's model, or its probabilities of clicks."""
+    """The recommendations of a run's model, or its probabilities of clicks."""
     model, names = sj.load_model(folder / name)
     if name in CLICKED:
         table = folder / COMMANDS[name][0]
@@ -352,7 +352,7 @@ def lists(found: sj.Recommendations) -> dict[str, Any]:
 
 
 def export_run(name: str) -> None:
-    """The predictors of some runs."""
+    """Exports the predictors of some runs."""
     if name in ("run_float32", "run_sasrec"):
         model, names = sj.load_model(name)
         sj.export_predictor(model, f"{name}.predictor", k=K, names=names, batch_size=8)
@@ -403,7 +403,7 @@ def fit(
 
 
 def read_files(folder: pathlib.Path) -> dict[str, Any]:
-    """What data sets, plans, tables and configurations hold."""
+    """The content of data sets, plans, tables and configurations."""
     found: dict[str, Any] = {}
     for name in ("items_indicator", "items_valued"):
         data = sj.SparseDataset.load(folder / f"{name}.parquet")
@@ -433,7 +433,7 @@ def read_files(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, and of those in it."""
+    """Converts a dataclass, and the dataclasses in it, to dicts."""
     return {"type": type(value).__name__, **dataclasses.asdict(value)}
 
 
@@ -447,7 +447,7 @@ def read_config(path: pathlib.Path) -> Any:
 
 
 def read_prepared(folder: pathlib.Path) -> dict[str, Any]:
-    """What the prepared folders hold, which are unpacked in `folder`."""
+    """The content of prepared folders, which are unpacked in `folder`."""
     found: dict[str, Any] = {}
     for name in PREPARED:
         scanned = sj.data.scan_parquet(folder / name)

@@ -1,4 +1,4 @@
-"""Ids that go to the owners of rows give what a gather of all ids gives."""
+"""Exchanging ids with the owners of rows has the results of gathering all ids."""
 
 import functools
 import math
@@ -21,7 +21,9 @@ PADDED = 768
 
 
 def few_each(*, wrong=False, repeat=1):
-    """A few entries a row, with duplicates; or one wrong id, and nine that do not fit."""
+    """Makes rows of a few entries with duplicates; or with one wrong id, and nine that exceed the
+    capacity.
+    """
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 4, ROWS)
     lengths[:2] = 0, 3
@@ -49,7 +51,7 @@ def divided(x, room, wire=None, distinct=None):
 
 @functools.partial(jax.jit, static_argnames=("room", "wire", "distinct", "on_mesh"))
 def used(x, dy, w, *, room=None, wire=None, distinct=None, on_mesh=False):
-    """The lookup, gradients, and new rows of a step whose terms are added at last."""
+    """The lookup, gradients, and new rows of a step whose terms are added last."""
 
     def total(data, w):
         y = x.with_data(data)
@@ -280,7 +282,7 @@ def test_rows_that_do_not_fit_do_not_fit_on_their_device():
 
 
 def numbers_of(text, operation, kind):
-    """How many numbers an operation has as its result, on each device."""
+    """The number of elements in an operation's result on each device."""
     found = re.findall(rf'"stablehlo.{operation}".*?-> tensor<([\dx]+)x{kind}>', text)
     return sum(math.prod(map(int, sizes.split("x"))) for sizes in found)
 

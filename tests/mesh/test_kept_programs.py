@@ -1,4 +1,4 @@
-"""Programs in a folder, found by what they are made of."""
+"""Programs cached in a folder, and found by their sources, settings and arguments."""
 
 import concurrent.futures
 import contextlib
@@ -42,13 +42,13 @@ def slow(x, y, *, how=1):
 
 @pytest.fixture
 def known(monkeypatch):
-    """The functions here are as those of our packages."""
+    """Makes the functions of this test count as functions of our packages."""
     monkeypatch.setattr(kept_programs, "_KNOWN", kept_programs._KNOWN | {ROOT})
 
 
 @pytest.fixture
 def run(tmp_path, known, no_kept_programs):
-    """Runs a function as a new process would; gives the result, and whether it was traced."""
+    """Runs a function as a new process would; returns its result, and whether it was traced."""
 
     def call(f=plus, *arguments, since=None, options=None, **named):
         options: dict[str, Any] = {"static_argnames": "how"} | (options or {})
@@ -61,7 +61,7 @@ def run(tmp_path, known, no_kept_programs):
 
 
 def forget() -> None:
-    """What JAX remembers of functions."""
+    """Clears JAX's caches of traced and compiled functions."""
     jax.clear_caches()
     TRACED.clear()
 

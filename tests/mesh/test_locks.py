@@ -1,4 +1,4 @@
-"""One process at a time works in a folder."""
+"""Only one process at a time works in a folder."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Processes whose operations never end, of which one is lost."""
+"""Processes that wait in operations which never end, while one of them is lost."""
 
 import os
 import pathlib
@@ -27,7 +27,7 @@ if how == "wait":
 
 @pytest.fixture
 def three():
-    """Three processes that have joined and wait for a word."""
+    """Three connected processes that wait for a command."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}

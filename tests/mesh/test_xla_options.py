@@ -90,7 +90,7 @@ def test_the_mesh_decides_not_the_devices_that_are_visible(monkeypatch):
 
 @pytest.fixture
 def profile(tmp_path):
-    """Records profiles: of the host, or of nothing that the host does."""
+    """A function that records profiles, with or without the host's events."""
 
     def record(level):
         options = jax.profiler.ProfileOptions()

@@ -1,4 +1,4 @@
-"""The AUC from histograms against the exact one."""
+"""The AUC from histograms, compared with the exact AUC."""
 
 import functools
 

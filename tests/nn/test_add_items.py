@@ -1,4 +1,4 @@
-"""A trained model gets more items: nothing that it knows moves."""
+"""A trained model gets more items, and its vectors of old items do not change."""
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ KNOWN, ADDED, ROWS = 250, 25, 128
 
 
 def interactions(items=KNOWN + ADDED):
-    """Rows of two kinds: each prefers the items of its parity."""
+    """Draws rows of two kinds: each prefers the items of its parity."""
     rng = np.random.default_rng(0)
     likely = (np.arange(ROWS)[:, None] + np.arange(items)[None]) % 2 == 0
     drawn = rng.random((ROWS, items)) < np.where(likely, 0.15, 0.005)
@@ -38,7 +38,7 @@ def arrays_of(*modules):
 
 
 def check_known_rows(got, wanted):
-    """What was there before is there now, to the bit; 512 and 256 are padded rows."""
+    """Checks that old rows are bitwise unchanged; 512 and 256 are numbers of padded rows."""
     assert got.keys() == wanted.keys()
     for path, before in wanted.items():
         after = got[path]

@@ -1,4 +1,4 @@
-"""NetworkConfig: JSON both ways, and refusals that name what is wrong."""
+"""NetworkConfig: conversion to JSON and back, and errors that name the wrong value."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Losses with content of which no array of all vectors exists, against dense float64."""
+"""Losses with content, without an array of all item vectors, compared with dense float64."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def some_layer(tags, vectors, *, items=ITEMS, width=WIDTH, **options) -> Any:
 
 
 def rows_of_content(content, tags, vectors):
-    """What T and V are multiplied with, in float64."""
+    """The rows by which T and V are multiplied, in float64."""
     rows = padded_rows(content.items)
     made = []
     if tags is not None:

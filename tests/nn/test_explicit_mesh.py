@@ -1,4 +1,4 @@
-"""A whole model on a mesh whose axes are Explicit: the same as on one device."""
+"""A whole model on a mesh with Explicit axes equals the model on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def a_model(hidden=(8, 4), **options):
 
 
 def both(results):
-    """On one device, and on the mesh."""
+    """Runs a function on one device, and on the mesh."""
     want = results()
     with explicit_mesh():
         return results(), want

@@ -1,4 +1,4 @@
-"""Vectors of items with content, and their gradients, against dense float64."""
+"""Vectors of items with content, and their gradients, compared with dense float64."""
 
 import types
 from typing import Any
@@ -24,13 +24,13 @@ ITEMS, TAGS, WIDTH = 1100, 37, 8
 
 
 def near(got, want, dtype, terms):
-    """Sums of many terms that cancel are as exact as the largest of them."""
+    """Compares sums of terms that cancel, with a tolerance relative to the largest term."""
     largest = np.abs(want).max()
     assert_close(got, want, terms=terms, magnitude=largest, dtype=dtype)
 
 
 def some_tags(items=ITEMS, seed=0):
-    """Rows without tags, one with all of them, values of both signs."""
+    """Draws tags: some rows have none, one has all, and values have both signs."""
     rng = np.random.default_rng(seed)
     dense = (rng.random((items, TAGS)) < 0.08) * rng.uniform(-1, 2, (items, TAGS))
     dense[::7], dense[3] = 0, 1
@@ -56,7 +56,7 @@ def some_content(tags, vectors, items=ITEMS) -> Any:
 
 
 def dense_parts(content, tags, vectors):
-    """a, its derivative, and the rows that T and V are multiplied with, in float64."""
+    """The factor a, its derivative, and the rows by which T and V are multiplied, in float64."""
     n = np.asarray(content.entries[...], np.float64)
     half = np.exp(float(content.log_half[...]))
     a, slope = n / (n + half), -n * half / (n + half) ** 2

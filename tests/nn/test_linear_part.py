@@ -16,7 +16,9 @@ WHOLE = LinearConfig(rank=ITEMS, ridge=20.0, popularity=0.0, weight=1.5)
 
 
 def some_data(*, valued=False):
-    """Three tastes; a row and an item without entries, and a row of all others."""
+    """Data with three tastes: one row and one item have no entries, one row has all other
+    items.
+    """
     rng = np.random.default_rng(0)
     likely = np.where(np.arange(ITEMS) % 3 == np.arange(ROWS)[:, None] % 3, 0.4, 0.05)
     data = (rng.random((ROWS, ITEMS)) < likely).astype(float)
@@ -28,7 +30,7 @@ def some_data(*, valued=False):
 
 
 def normalised(data, popularity):
-    """The matrix that is decomposed, dense and in float64."""
+    """The matrix that is decomposed, as a dense float64 array."""
     dense = data.toarray()
     counts = np.maximum((dense != 0).sum(axis=0), 1)
     damping = (counts / counts.mean()) ** -popularity
@@ -36,13 +38,13 @@ def normalised(data, popularity):
 
 
 def mean_length(data):
-    """Entries of the rows that have any."""
+    """The mean number of entries in non-empty rows."""
     lengths = (data.toarray() != 0).sum(axis=1)
     return lengths[lengths > 0].mean()
 
 
 def up_to_a_factor(got, want):
-    """`got` in the unit of `want`, as the scores are scaled to a standard deviation."""
+    """Scales `got` to the unit of `want`: scores have an arbitrary factor."""
     return got * (got * want).sum() / np.square(got).sum()
 
 

@@ -25,7 +25,7 @@ def mesh_of(shape, axis_type=AxisType.Auto):
 
 
 def random_x(seed=0, *, valued=False):
-    """Of one capacity: all batches run one program."""
+    """Draws sparse rows. All batches have one capacity, so that they share one program."""
     x = random_csr(BATCH, FEATURES, 0.03, valued=valued, extra=0, seed=seed)
     return with_garbage(x, 400 - len(x.indices), np.random.default_rng(seed))
 
@@ -110,7 +110,7 @@ def step(model, optimizer, x, x2):
 
 
 def trained(rule):
-    """Loss of each step and the parameters, of training where the mesh says."""
+    """The loss of each step and the final parameters, on the current mesh."""
     model = Net()
     optimizer = optimizers.Optimizer(model, rule)
     losses = [step(model, optimizer, *batch) for batch in batches(4)]
@@ -132,7 +132,7 @@ RULES = [
 
 @functools.cache
 def trained_on(shape, name):
-    """By the rule of this name; no shape is one device."""
+    """Trains by the named rule on a mesh of this shape; None is one device."""
     rule = next(rule for rule in RULES if rule.name == name)
     if shape is None:
         return trained(rule)
@@ -168,7 +168,7 @@ def test_twice_on_one_mesh_gives_the_same_bits():
 
 @functools.cache
 def row_gradients(shape=None):
-    """Of one lookup of each of three batches, and of all, accumulated."""
+    """The row gradients of each of three batches, and their sum over the batches."""
 
     @jax.jit
     def combined(parts):
@@ -213,7 +213,7 @@ def test_row_gradients(shape):
 
 
 def encoded():
-    """A deep model, where the mesh says, and what it makes of a batch."""
+    """A deep model on the current mesh, and its result for a batch."""
     config = sj.NetworkConfig.autoencoder((16, 16, 8), dropout=0.5)
     model = sj.FeedForward(config, inputs=700, outputs=700, rngs=nnx.Rngs(0))
     model.train()
@@ -242,7 +242,7 @@ def test_hidden_layers(encoded_alone, shape, axis_type):
 
 
 def batch_over_all_devices(x, shape, mesh):
-    """Each device's own rows, as of a data loader for each."""
+    """A batch in which each device has its own rows, as if each had its own data loader."""
     host = jax.tree.map(np.asarray, x)
     rows = BATCH // (shape[0] * shape[1])
     take = jax.jit(lambda x, rows: x.take(rows, nse=64))

@@ -1,4 +1,4 @@
-"""FeedForward: what a NetworkConfig becomes."""
+"""FeedForward models as built from a NetworkConfig."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Sampled losses: what they estimate, by going through all samples there are."""
+"""Sampled losses: their expectations, computed over all possible samples."""
 
 import functools
 import inspect
@@ -32,7 +32,7 @@ def make():
 
 
 def table_of(sampler: NegativeSampler) -> np.ndarray:
-    """The probability of each item, from what `sample` reads."""
+    """The probability of each item, computed from the table that `sample` reads."""
     kept = np.asarray(sampler.kept, np.float64)
     moved = np.bincount(np.asarray(sampler.alias), 1 - kept, minlength=len(kept))
     return (kept + moved) / len(kept)
@@ -109,7 +109,9 @@ def test_draws_have_the_probabilities():
 
 
 def expectation(loss, of):
-    """Over all pairs of negatives: of the loss and its gradients, or what is `of` it."""
+    """The mean of the loss and its gradients (or of `of` of the loss) over all pairs of
+    negatives.
+    """
     h, kernel, bias, weights = make()
     sampler = NegativeSampler.by_popularity(np.array([5, 1, 2, 1, 3]))
     pairs = jnp.array(list(itertools.product(range(ITEMS), repeat=2)))

@@ -20,7 +20,7 @@ BATCH, ITEMS, ROWS, HIDDEN, K = 5, 1000, 1024, 128, 3
 
 
 def full_sort(scores, k):
-    """Ids and scores by falling score, then rising id; -1 where only -inf is left."""
+    """Ids and scores by descending score, then ascending id; the id is -1 if only -inf is left."""
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     found = np.take_along_axis(scores, order, axis=1)
     return np.where(found == -np.inf, -1, order), found
@@ -59,7 +59,7 @@ def found(h, kernel, bias, scale, seen, *, k=K, implementation):
 
 @pytest.fixture
 def in_chunks(monkeypatch):
-    """Chunks of 512 items in the GPU program, whose tiles have as many; else of 256."""
+    """Sets chunks of 512 items in the GPU program, the size of its tiles; else of 256."""
     for name in ("CPU", "GPU"):
         small = getattr(module, name)._replace(chunk_scores=320)
         monkeypatch.setattr(module, name, small)

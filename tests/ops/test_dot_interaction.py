@@ -31,7 +31,7 @@ def make(batch, vectors, blank, dim):
 
 
 def oracle(rows, slopes, blank):
-    """Results, and gradients of the vectors and of the first one apart."""
+    """The results, and the gradients of the vectors; that of the first vector is separate."""
     _, vectors, dim = rows.shape
     pairs = itertools.combinations([0, *range(1 + blank, vectors)], 2)
     found, gradient = [rows[:, 0]], np.zeros_like(rows)
@@ -43,7 +43,7 @@ def oracle(rows, slopes, blank):
 
 
 def run(rows, slopes, blank, form):
-    """What `oracle` gives; columns beyond it are 0."""
+    """Computes the results of `oracle` by an implementation; further columns are 0."""
     dtype = jnp.bfloat16 if form == "mosaic_gpu" else jnp.float32
     rows, slopes = jnp.asarray(rows, dtype), jnp.asarray(slopes, dtype)
 

@@ -36,7 +36,7 @@ FORMS = {
 
 @functools.partial(jax.jit, static_argnames="combiner")
 def stepwise(x: CSR, w: jax.Array, combiner: Combiner = "sum") -> jax.Array:
-    """By the form of exported programs, which has no derivative."""
+    """Computes the product by the form for exported programs, which has no derivative."""
     return by_steps(combined(x, combiner), jnp.asarray(w))
 
 
@@ -44,7 +44,7 @@ SUMS = FORMS | {"steps": stepwise}
 
 
 def scale(x: CSR, combiner: str) -> np.ndarray:
-    """The factor of each row, by definition."""
+    """The factor by which a combiner multiplies each row, by its definition."""
     scales = []
     indptr = np.asarray(x.indptr)
     for start, end in itertools.pairwise(indptr):

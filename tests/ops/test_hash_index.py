@@ -30,7 +30,7 @@ def padded(pairs):
 
 
 def step(layout, index, keys, wanted, first_part=0):
-    """The index with all keys, and the row of each key after that."""
+    """Adds keys to an index; returns it, and the row of each key."""
     found = hash_index.find(layout, index, keys, wanted, first_part)
     part = hash_index.part_of(keys) - first_part
     mine = wanted & (part >= 0) & (part < len(index.used))
@@ -61,7 +61,7 @@ def test_deterministic_scatters_lose_no_row():
 
 
 class Dictionary:
-    """Keys with their rows, as the index is to have them."""
+    """A Python model of the index: the keys and their rows."""
 
     def __init__(self, layout):
         self.layout, self.rows = layout, {}

@@ -23,7 +23,7 @@ TOKENS, HEADS, DIM, PLACES, BUCKETS = 350, 2, 8, 100, 60
 
 
 def make(lengths=LENGTHS, tokens=TOKENS, heads=HEADS, dim=DIM, seed=0):
-    """q, k, v, indptr, times, and both biases, in float64; padding has garbage."""
+    """Draws q, k, v, indptr, times and both biases in float64; padding has invalid values."""
     rng = np.random.default_rng(seed)
     q, k, v = rng.standard_normal((3, tokens, heads, dim))
     indptr = np.cumsum([0, *lengths]).astype(np.int32)
@@ -42,7 +42,7 @@ def make(lengths=LENGTHS, tokens=TOKENS, heads=HEADS, dim=DIM, seed=0):
 def oracle(
     q, k, v, indptr, times, place, time, dy=None, *, rule, scale, divisor
 ) -> Any:
-    """The result; with `dy` the gradients of q, k, v, place and time."""
+    """The result; with `dy` also the gradients of q, k, v, place and time."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     y, dq, dk, dv = (np.zeros_like(q) for _ in range(4))
     dplace: Any = None if place is None else np.zeros(len(place))
@@ -131,7 +131,7 @@ def gradients(q, k, v, indptr, times, place, time, dy, **options):
 
 
 def close(actual, want, error):
-    """Compares arrays by the size of the wanted ones."""
+    """Compares arrays, with a tolerance relative to the largest expected element."""
     size = np.sqrt(np.mean(np.square(want))) if np.size(want) else 1.0
     actual = np.asarray(actual, np.float64)
     np.testing.assert_allclose(actual, want, rtol=error, atol=8 * error * size)

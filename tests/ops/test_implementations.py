@@ -1,6 +1,6 @@
-"""What each operation runs on a GPU of some compute capability, by tracing it there.
+"""The implementation that each operation chooses on a GPU of some compute capability, by tracing.
 
-Eight devices are visible here. An operation runs what it runs where one is visible.
+Eight devices are visible here. The choice must be that with a single visible device.
 """
 
 import ast
@@ -125,7 +125,7 @@ CHOOSING = {
 def traced(
     name: str, lies: jax.sharding.Sharding | None = None, *, deterministic: bool = False
 ) -> jax.stages.Traced:
-    """An operation on one device, without a mesh."""
+    """Traces an operation on one device, without a mesh."""
     function, dtype, *_ = OPERATIONS[name]
     x = CSR(None, jnp.zeros(40, int), jnp.arange(5) * 10, num_cols=COLUMNS)
     h, kernel = jnp.ones((4, HIDDEN), dtype), jnp.ones((COLUMNS, HIDDEN), dtype)
@@ -136,7 +136,7 @@ def traced(
 
 
 def lowered(name: str, lies: jax.sharding.Sharding | None = None) -> str:
-    """The program for CUDA; with the kernel as `lies` says."""
+    """Lowers an operation for CUDA; the kernel has the sharding `lies`."""
     return traced(name, lies).lower(lowering_platforms=("cuda",)).as_text()
 
 

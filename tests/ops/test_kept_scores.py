@@ -1,4 +1,4 @@
-"""The softmax in three products, scores kept, against the other form."""
+"""The softmax in three products with stored scores, compared with the other form."""
 
 import functools
 

@@ -202,7 +202,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 
 
 def weak(array: np.ndarray) -> jax.ShapeDtypeStruct:
-    """Its shape, and its type as a weak one, as numbers of Python have it."""
+    """The shape and dtype of an array as a weak type, like Python's numbers."""
     is_weak = array.dtype.kind == "f"
     return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=is_weak)
 
@@ -212,7 +212,7 @@ def arrays_of(found) -> list[np.ndarray]:
 
 
 def wide(array: np.ndarray) -> np.ndarray:
-    """The same numbers in the type that NumPy takes by itself."""
+    """Converts an array to the 64-bit dtype that NumPy uses by default."""
     return array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
 
 
@@ -222,7 +222,8 @@ IDS_ARE_INT32 = {"EmbeddingCollection", "EmbeddingCollection, lists", "click mod
 
 @pytest.fixture(scope="module", autouse=True)
 def models() -> None:
-    """Makes what is cached before anything is traced: arrays made in a trace would leak.
+    """Fills caches before anything is traced: arrays made during a trace would leak into the
+    caches.
 
     A worker of pytest-xdist may begin with any case.
     """

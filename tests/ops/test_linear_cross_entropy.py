@@ -35,7 +35,7 @@ every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
 
 def make(*, dtype=jnp.float32, hidden=HIDDEN, padding=3, without=()):
-    """Operands: an ignored row and padding are poisonous, and an item is denied."""
+    """Draws operands. An ignored row and padding have invalid values, and one item is excluded."""
     rng = np.random.default_rng(0)
     h = rng.normal(size=(*BATCH, hidden))
     kernel = rng.normal(size=(ITEMS + padding, hidden))
@@ -48,7 +48,7 @@ def make(*, dtype=jnp.float32, hidden=HIDDEN, padding=3, without=()):
 
 
 def oracle(arrays, targets=TARGETS, *, label_smoothing=0.0, z_loss=0.0):
-    """Loss, gradients, and about what is summed for each of them; in float64."""
+    """Loss, gradients, and the approximate size of the terms of each sum, in float64."""
     x = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
     h, kernel = x["h"].reshape(-1, x["h"].shape[-1]), x["kernel"][:ITEMS]
     target = targets.reshape(-1)

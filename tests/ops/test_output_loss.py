@@ -62,7 +62,7 @@ def sigmoid(s):
 
 
 def loss_and_slopes(rule, s, t, listed):
-    """Losses `[batch]` and their derivatives in the scores, `[batch, items]`."""
+    """Losses `[batch]` and their derivatives with respect to the scores, `[batch, items]`."""
     rule = losses.L2Loss() if rule == GRAM else rule
     if getattr(rule, "ignore_zeros", False):
         all_items = dataclasses.replace(rule, ignore_zeros=False)
@@ -74,7 +74,7 @@ def loss_and_slopes(rule, s, t, listed):
 
 
 def values_and_slopes(rule, s, t, listed):
-    """The same, with values `[batch, items]`."""
+    """Losses of single scores, `[batch, items]`, and their derivatives."""
     if isinstance(rule, losses.SigmoidBinaryCrossEntropy):
         return np.logaddexp(0, s) - t * s, sigmoid(s) - t
     if isinstance(rule, losses.L2Loss):
@@ -102,7 +102,7 @@ def values_and_slopes(rule, s, t, listed):
 
 
 def oracle(rule, problem):
-    """Loss, gradients, and the sizes of what is summed for each of them."""
+    """Loss, gradients, and the size of the terms of each sum."""
     labels = problem.labels
     n = labels.num_cols
     dense = matrices.oracle(labels)
@@ -176,7 +176,7 @@ def operands_of(rule, problem):
 
 
 def form_of(rule) -> tuple[Any, dict[str, Any]]:
-    """The rule, and how its loss is computed."""
+    """The rule, and options for the method that computes its loss."""
     return (losses.L2Loss(), {"form": "gram"}) if rule == GRAM else (rule, {})
 
 
@@ -214,7 +214,7 @@ def loss_of(rule, operands, labels, *, chunk_scores=None, **options):
 
 @functools.cache
 def compiled(rule, **options):
-    """Loss and gradients."""
+    """Loss and gradients as a compiled function."""
     return jax.jit(jax.value_and_grad(functools.partial(loss_of, rule, **options)))
 
 
@@ -639,7 +639,7 @@ def test_no_capacity_at_all(rule):
 
 
 def broken_labels(kind):
-    """Three rows, the second of them broken."""
+    """Labels of three rows; the second row is invalid."""
     indices = jnp.int32([1, 4, 0, 2, 5])
     if kind == "overfull":  # of five entries in row 1 two do not fit
         indices = jnp.int32([1, 4, 0, 2, 5])
@@ -970,7 +970,7 @@ def test_broken_labels_are_nan_on_a_mesh():
 
 
 def fused_sgd(rule, problem, rate, chunk_scores):
-    """The layer after a step of SGD in each chunk, the gradient of h, the losses."""
+    """After SGD steps on each chunk: the layer, the gradient of h, and the losses."""
 
     def update(start, gradients, layer):
         def descend(array, gradient):

@@ -1,4 +1,4 @@
-"""The output side on a mesh: the same as on one device, and where it lies."""
+"""The output layer on a mesh equals the layer on one device; checks shardings, too."""
 
 import contextlib
 import dataclasses
@@ -49,7 +49,7 @@ TUNING = top_k_module.CPU._replace(chunk_scores=CHUNK_SCORES)
 
 
 def operands(dtype=jnp.float32, hidden=HIDDEN):
-    """h, and a kernel, bias and scale in which the padding is poisonous."""
+    """h, kernel, bias and scale; the padding has invalid values."""
     rng = np.random.default_rng(0)
     h, kernel = rng.normal(size=(BATCH, hidden)), rng.normal(size=(ROWS, hidden))
     bias, scale = rng.normal(size=ROWS), rng.uniform(0.5, 1.5, ROWS)
@@ -61,7 +61,7 @@ def operands(dtype=jnp.float32, hidden=HIDDEN):
 
 
 def placed(arrays, mesh):
-    """As layers have them on the mesh."""
+    """Places arrays on the mesh as layers do."""
     specs = {"h": P("data"), "weights": P("data")}
     return {
         name: jax.device_put(array, NamedSharding(mesh, specs.get(name, BY_ITEMS)))
@@ -166,7 +166,7 @@ def test_loss_per_example(rule):
 
 
 def broken():
-    """Rows 1, 2 and 3 have an index that is no item, or no room."""
+    """Labels in which rows 1, 2 and 3 have an invalid index, or exceed the capacity."""
     indices = jnp.array([0, ITEMS, -1, 3, ITEMS - 1, 1], jnp.int32)
     indptr = jnp.array([0, 1, 2, 3, 9, 9, 9, 9, 9], jnp.int32)
     return CSR(None, indices, indptr, num_cols=ITEMS)
@@ -326,7 +326,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def trained(shape, fuse, rule, **options):
-    """Losses, parameters and state after some steps, where the mesh says; and again."""
+    """Losses, parameters and state after some steps on a mesh of this shape, trained twice."""
     config = NetworkConfig.autoencoder((8, 6), **options)
     x = matrices.random_csr(BATCH, 40, 0.2, valued=True, extra=0)
     labels, weights = some_labels(seed=2), operands()["weights"]

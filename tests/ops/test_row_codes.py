@@ -1,4 +1,4 @@
-"""Rows as codes of 8 bits: within their bounds, and their sums."""
+"""Rows as 8-bit codes: error bounds, and sums of rows."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Rows of a kernel, against NumPy. The rules themselves: test_optimizers.py."""
+"""Updates of kernel rows, compared with NumPy. test_optimizers.py tests the rules themselves."""
 
 import functools
 

@@ -30,7 +30,7 @@ def rows_of(x: CSR, dy, num_rows: int, implementation=None):
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def both_of(x: CSR, dy, num_rows: int, implementation=None):
-    """Ids and values of `row_gradient`, and `dense_gradient`: one program."""
+    """Ids and values of `row_gradient`, and `dense_gradient`, computed by one program."""
     rows = row_gradient([x], [dy], num_rows, implementation=implementation)
     return *rows, dense_gradient(x, dy, num_rows, implementation=implementation)
 
@@ -48,7 +48,7 @@ def dense_of(ids, values, num_rows: int) -> np.ndarray:
 
 
 def check(actual, xs: list[CSR], dys: list[jax.Array]) -> None:
-    """Asserts that `actual` is `sum_k xs[k]^T dys[k]`, then zeros."""
+    """Asserts that `actual` is `sum_k xs[k]^T dys[k]`, followed by zeros."""
     dense = np.concatenate([oracle(x) for x in xs]).T
     magnitude = np.concatenate([sizes(x) for x in xs]).T
     dy = np.concatenate([np.asarray(dy, np.float64) for dy in dys])

@@ -23,7 +23,7 @@ from sparsejax.sparse import CSR
 
 
 def full_sort(scores, k):
-    """The definition: by NaN first, then falling score, then rising id."""
+    """The ranking by definition: NaN first, then descending score, then ascending id."""
     batch, items = scores.shape
     ids = np.full((batch, k), -1, np.int32)
     best = np.full((batch, k), -np.inf)
@@ -36,7 +36,7 @@ def full_sort(scores, k):
 
 
 def by_score(scores, k, tuning=module.CPU):
-    """`top_k` of an array of scores: h picks a column of the kernel."""
+    """Calls `top_k` on an array of scores: h selects a column of the kernel."""
     scores = np.asarray(scores, np.float32)
     options = {"num_items": scores.shape[1], "tuning": tuning}
     one_hot = jnp.eye(len(scores), dtype=jnp.float32)
@@ -333,7 +333,7 @@ def test_wrong_arguments_are_refused():
 
 
 def whole_numbers(batch, items, *, hidden=64, extra_rows=0, seed=0):
-    """Operands whose scores are small whole numbers: exact, with many ties."""
+    """Operands whose scores are small integers: exact, and with many ties."""
     rng = np.random.default_rng(seed)
     h = rng.integers(-2, 3, (batch, hidden)) * (rng.random((batch, hidden)) < 0.2)
     kernel = rng.integers(-2, 3, (items + extra_rows, hidden))

@@ -32,7 +32,7 @@ FEATURES, HIDDEN = 50, 4
 
 
 class Net(nnx.Module):
-    """Two lookups, of one kernel if tied."""
+    """A model with two lookups, in one kernel if they are tied."""
 
     def __init__(self, *, tied=False):
         make = functools.partial(SparseLinear, FEATURES, HIDDEN, rngs=nnx.Rngs(0))
@@ -45,7 +45,7 @@ class Net(nnx.Module):
 
 
 class NoisyNet(Net):
-    """With statistics and noise between."""
+    """A model that also has batch statistics and noise."""
 
     def __init__(self, *, tied):
         super().__init__(tied=tied)
@@ -58,7 +58,7 @@ class NoisyNet(Net):
 
 
 class Layer(nnx.Module):
-    """A bare kernel."""
+    """A layer that has only a kernel."""
 
     def __init__(self, rows=64, hidden=3):
         values = jax.random.normal(jax.random.key(0), (rows, hidden))
@@ -86,7 +86,7 @@ def batch():
 
 
 def rows_of(loss, *, has_aux=False, **options):
-    """`value_and_grad(loss)`, compiled: one compilation, not one for each operation."""
+    """`value_and_grad(loss)` as one compiled program."""
     return nnx.jit(value_and_grad(loss, has_aux=has_aux, **options))
 
 
@@ -99,7 +99,7 @@ def is_rows(leaf):
 
 
 def dense(grads):
-    """The same gradients with every RowGradient as an array."""
+    """Converts each RowGradient to an array."""
     return jax.tree.map(
         lambda g: g.todense() if is_rows(g) else g, grads, is_leaf=is_rows
     )
@@ -441,7 +441,7 @@ def make_rows(ids, num_rows=9, capacity=5, seed=0, current=False):
 
 
 def make_terms(num_rows=9, seed=0) -> RowTerms:
-    """Not summed yet, the columns of `make_rows([0, 3, 8])`."""
+    """The gradient terms of `make_rows([0, 3, 8])` before they are summed."""
     values = np.zeros((4, 9), np.float32)
     values[:, [0, 3, 8]] = np.random.default_rng(seed).normal(size=(4, 3))
     x = CSR.from_scipy(scipy.sparse.csr_array(values))

@@ -1,4 +1,4 @@
-"""Arrays are overwritten in place unless somebody else holds them."""
+"""Arrays are overwritten in place unless another reference to them exists."""
 
 import signal
 from typing import Any

@@ -1,4 +1,4 @@
-"""Row-sparse optimizers against their dense twins in optax."""
+"""Row-sparse optimizers compared with dense optimizers of optax."""
 
 import functools
 from typing import Any
@@ -46,7 +46,7 @@ RULES = [
 
 
 class Net(nnx.Module):
-    """Two features that share a kernel, and ordinary parameters."""
+    """A model with two features that share a kernel, and ordinary parameters."""
 
     def __init__(self, features=FEATURES, hidden=HIDDEN):
         make = functools.partial(SparseLinear, features, hidden, rngs=nnx.Rngs(0))
@@ -63,7 +63,7 @@ def loss_fn(model, x, x2, labels):
 
 
 def random_ids(seed, nse, features=FEATURES):
-    """`[nse]` skewed ids: a few are in every batch, most of them rarely."""
+    """`[nse]` skewed ids: a few are in every batch, most are rare."""
     u = np.random.default_rng(seed).random(nse)
     return (features * u**4).astype(np.int32)
 
@@ -103,7 +103,7 @@ def run_steps(graphdef, step, state, batches):
 
 
 def train(modules, step, batches):
-    """Many steps in one dispatch; the state is donated."""
+    """Runs many steps in one program, which donates the state."""
     graphdef, state = nnx.split(modules)
     state, losses = run_steps(graphdef, step, state, batches)
     nnx.update(modules, state)

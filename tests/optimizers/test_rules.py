@@ -1,4 +1,4 @@
-"""Optimizer rules by themselves, against NumPy in float64 and against optax."""
+"""Optimizer rules alone, compared with NumPy in float64 and with optax."""
 
 import dataclasses
 import json
@@ -71,7 +71,7 @@ def numpy_rate(rule, t):
 
 
 def random_state(rule, w, rng):
-    """State as it may be in the middle of a run."""
+    """Random optimizer state, as it may be in the middle of a training."""
     state = {}
     if rule.name == "ftrl":
         n = rng.random(w.shape)

@@ -1,4 +1,4 @@
-"""Options are stated once: arguments, flags, texts and refusals are made of them."""
+"""Options are defined once: arguments, flags, texts and errors are derived from them."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""GPU programs that read and move rows that missed steps, against XLA's form."""
+"""GPU programs that read and move rows with missed steps, compared with XLA's form."""
 
 import functools
 
@@ -23,7 +23,7 @@ RULES = [
 
 
 def problem(rule, hidden, oldest):
-    """Rows of all lags, some never touched; a batch with duplicates and an empty row."""
+    """Rows with all lags, some never touched; and a batch with duplicates and an empty row."""
     rng = np.random.default_rng(0)
     w = rng.standard_normal((ROWS, hidden)).astype(np.float32)
     state = {

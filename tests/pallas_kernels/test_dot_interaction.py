@@ -8,7 +8,7 @@ from pallas_kernels import dot_interaction as mosaic
 
 
 def make(batch, vectors, dim, count):
-    """Vectors, the places of some pairs behind 0 and two numbers, and slopes."""
+    """Vectors, gradients, and columns to compute: a 0, two elements, then some pairs."""
     rng = np.random.default_rng(vectors)
     rows = rng.standard_normal((batch, vectors, dim))
     pairs = rng.permutation(np.flatnonzero(np.triu(np.ones((vectors, vectors)), 1)))

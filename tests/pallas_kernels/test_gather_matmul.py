@@ -1,4 +1,4 @@
-"""The GPU program of gather_matmul against float64: interpreted on a CPU, and on a GPU."""
+"""The GPU program of gather_matmul compared with float64: interpreted on a CPU, and on a GPU."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ SMALL = Config(entries=8, unroll=4, chunk=128)  # many programs from few entries
 
 
 def narrow(threads: int) -> Config:
-    """The same for rows of `threads` lanes."""
+    """A configuration for rows that are read by `threads` lanes."""
     return dataclasses.replace(SMALL, threads=threads)
 
 
@@ -40,7 +40,7 @@ def run(running):
 
 
 def make(lengths, num_cols, *, valued=False, padding=5, seed=0):
-    """data, indices, indptr with poison in the padding."""
+    """Draws data, indices and indptr; padding has invalid values."""
     rng = np.random.default_rng(seed)
     indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     count = indptr[-1]

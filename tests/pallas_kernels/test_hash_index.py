@@ -40,7 +40,9 @@ def filled(layout, count, tables=2, seed=0):
 
 
 def looked_for(keys, count, seed=1):
-    """Some of the keys, others that differ in table or a word, and which are wanted."""
+    """Some of the keys, other keys that differ in table or one word, and a mask of the keys to
+    find.
+    """
     rng = np.random.default_rng(seed)
     at = rng.integers(0, len(keys.table), count)
     table, high, low = (word[at].copy() for word in keys)

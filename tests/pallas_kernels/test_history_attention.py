@@ -36,7 +36,7 @@ def make(dim=64, tokens=256, heads=1, lengths=LENGTHS, seed=0) -> Any:
 
 
 def oracle(q, k, v, dy, spans, times, place, time, least, rule):
-    """`rule` is the activation, the scale and the divisor."""
+    """The expected results; `rule` is the activation, the scale and the divisor."""
     activation, scale, divisor = rule
     q, k, v, dy = (np.nan_to_num(np.asarray(x, np.float64)) for x in (q, k, v, dy))
     tokens = len(q)

@@ -1,4 +1,4 @@
-"""What Mosaic GPU is asked."""
+"""Settings that our code makes in Mosaic GPU."""
 
 import concurrent.futures
 import types

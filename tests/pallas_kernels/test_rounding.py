@@ -1,4 +1,4 @@
-"""Rounding at random: its bits against MurmurHash3 in plain Python, its results by chance."""
+"""Random rounding: its bits compared with MurmurHash3 in plain Python, and its distribution."""
 
 import struct
 
@@ -14,7 +14,7 @@ LOW, HIGH = 1.0, 1 + 2**-7  # bfloat16 numbers beside each other
 
 
 def murmur3(data: bytes, seed: int) -> int:
-    """MurmurHash3_x86_32 of whole words."""
+    """MurmurHash3_x86_32 of data that consists of whole words."""
 
     def rotated(x, by):
         return (x << by | x >> 32 - by) % 2**32
@@ -30,7 +30,7 @@ def murmur3(data: bytes, seed: int) -> int:
 
 
 def bits(rows, columns, *, seed=1, step=3):
-    """`[rows, columns]` in 0 .. 2^16 - 1."""
+    """Random bits of `[rows, columns]`, from 0 to 2^16 - 1."""
     rows = jnp.arange(rows, dtype=jnp.int32)[:, None]
     columns = jnp.arange(columns, dtype=jnp.int32)[None]
     key = Noise(seed).key(step)
@@ -82,7 +82,7 @@ def test_what_bfloat16_has_stays():
 
 
 def chi_square(numbers, kinds: int) -> float:
-    """By how many standard deviations counts are less even than those of chance."""
+    """The deviation of counts from equal counts, in standard deviations of random counts."""
     counts = np.bincount(numbers.ravel(), minlength=kinds)
     expected = numbers.size / kinds
     statistic = np.sum((counts - expected) ** 2) / expected

@@ -39,7 +39,7 @@ RULES = [
 
 @pytest.fixture(autouse=True)
 def small_programs(monkeypatch):
-    """Many programs from few entries."""
+    """Makes small inputs run in many programs."""
     default = mosaic.default_config
 
     def small(hidden, nse, by_row=False):
@@ -50,7 +50,7 @@ def small_programs(monkeypatch):
 
 
 def batch(seed, *, rows=ROWS, valued=True, padding=9) -> CSR:
-    """Skewed columns, one that every row has, an empty row, poisonous padding."""
+    """Draws skewed columns, one of which is in every row, an empty row, and invalid padding."""
     rng = np.random.default_rng(seed)
     chosen = [
         np.unique([0, *np.minimum(rng.zipf(1.3, 6), rows) - 1]) for _ in range(10)
@@ -74,7 +74,7 @@ def trained_kernel(
 
 
 def steps(rule, trained, xs, implementation, noise=None, *, whole=False):
-    """Some steps, rows of most of which rest in between."""
+    """Runs some steps. Most rows are not touched in each step."""
     rng = np.random.default_rng(2)
     for count, x in zip((0, 5), xs, strict=False):
         dy = rng.standard_normal((x.num_rows, trained.w.shape[1]))

@@ -1,4 +1,4 @@
-"""The product of slopes that are not written."""
+"""The product with score gradients that are not written to memory."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""An argument that a kind of data has no use for is an error, for every verb."""
+"""For every verb, an argument that does not apply to a kind of data is an error."""
 
 import inspect
 
@@ -32,7 +32,7 @@ def clicks(tmp_path_factory) -> sj.ClickDataset:
 
 @pytest.fixture(scope="module")
 def of_kind(clicks):
-    """For each kind its model, data, and held-out data."""
+    """For each kind: its model, data, and held-out data."""
     config = sj.GRUConfig(max_length=3, width=4, blocks=1)
     layers = sj.WideDeepConfig(dim=2, hidden=(2,))
     network = sj.NetworkConfig.autoencoder((4,))

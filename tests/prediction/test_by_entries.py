@@ -1,4 +1,4 @@
-"""Items with few and with many entries are measured apart, as NumPy does."""
+"""Metrics of items grouped by their number of entries, compared with NumPy."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ GROUPS = {"0": (0, 0), "1-4": (1, 4), "5-9": (5, 9), "10-19": (10, 19), "20+": (
 
 
 def some_data():
-    """Items from never to often in the training data, the last not at all."""
+    """Items that occur in the training data from never to often; the last item never occurs."""
     rng = np.random.default_rng(0)
     likely = np.linspace(0.5, 0, ITEMS) ** 1.5
     train = rng.random((ROWS, ITEMS)) < likely

@@ -31,7 +31,7 @@ SCHEMA = sj.ClickSchema(
 
 
 class Times(nnx.Module):
-    """A click model that multiplies the dense column."""
+    """A click model whose logit is a multiple of the dense column."""
 
     kind = "clicks"
 
@@ -43,7 +43,9 @@ class Times(nnx.Module):
 
 
 def drawn(rows, *, kept=1.0, seed=0):
-    """Clicks of a known share; of those without a click only some are kept."""
+    """Draws clicks of a known probability, and keeps only a fraction of the examples without a
+    click.
+    """
     rng = np.random.default_rng(seed)
     found = []
     while len(found) < rows:
@@ -230,7 +232,9 @@ def test_a_model_of_one_logit_gets_the_right_share():
 
 
 class Chain(nnx.Module):
-    """Logits of a click, of a purchase after it, and of a number, by a table so that it is exported."""
+    """A model with logits of a click, of a purchase after it, and of a number; it has a table, as
+    export requires.
+    """
 
     kind, num_dense = "clicks", 3
 
@@ -258,7 +262,7 @@ CHAIN = sj.ClickSchema(
 
 
 def in_chains(rows, *, seed=0, kept=1.0, schema=CHAIN):
-    """Clicks and purchases whose logits are lines of x and of y; some labels are missing."""
+    """Draws clicks and purchases whose logits are linear in x and y; some labels are missing."""
     rng = np.random.default_rng(seed)
     x, y, z = rng.normal(size=(3, rows))
     click = rng.random(rows) < scipy.special.expit(0.5 * x - 1)

@@ -1,4 +1,4 @@
-"""Items that nobody is recommended, and the only ones that are."""
+"""Items that are recommended to nobody, and lists of the only items that may be recommended."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ ONLY, WITHOUT = ["item3", "item7", "item8", "item18"], ["item8", "item0"]
 
 @pytest.fixture(scope="module")
 def data() -> sj.SparseDataset:
-    """A row is empty, and one has everything."""
+    """Data in which one row is empty, and one has all items."""
     rng = np.random.default_rng(0)
     dense = rng.random((ROWS, ITEMS)) < 0.3
     dense[4], dense[9] = False, True
@@ -34,7 +34,7 @@ def data() -> sj.SparseDataset:
 
 
 class Own(sj.nn.FeedForward):
-    """A model whose `top_k` can only leave items out of each row."""
+    """A model whose `top_k` can exclude items only in each row."""
 
     def top_k(self, x, k, *, exclude=None):  # pyrefly: ignore[bad-override]
         return super().top_k(x, k, exclude=exclude)
@@ -62,7 +62,7 @@ def oracle(model, data, k, allowed, *, seen):
 
 
 def counting(given: list[int]):
-    """`with_denied`, which notes the numbers of entries."""
+    """A replacement of `with_denied` that records the numbers of entries."""
 
     def counted(*arguments):
         found = module.with_denied(*arguments)
@@ -178,7 +178,9 @@ def test_baselines(data):
 
 
 def measured_by_hand(scores, heldout, k):
-    """Some metrics of `[rows, items]` scores, -inf for what is not ranked, in NumPy."""
+    """Some metrics computed by NumPy from `[rows, items]` scores; -inf marks items that are not
+    ranked.
+    """
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     listed = np.take_along_axis(scores, order, axis=1) > -np.inf
     hits = np.take_along_axis(heldout, order, axis=1) & listed

@@ -56,7 +56,7 @@ def given(tmp_path_factory):
 
 
 def requested(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The events of each user, as a request has them."""
+    """The events of each user in the form of a request."""
     users = dict.fromkeys(row["user"] for row in rows)
     return [[row for row in rows if row["user"] == user] for user in users]
 
@@ -240,7 +240,7 @@ PEOPLE = [
 
 @pytest.fixture(scope="module")
 def of_users(tmp_path_factory):
-    """A model that reads users and no columns of events, its data, and its predictor's file."""
+    """A model that reads user columns and no event columns, its data, and its predictor's file."""
     ids = {"plan": VocabularyColumn(), "likes": VocabularyColumn()}
     age = DenseColumn(log1p=True, missing=0.0)
     users = sj.data.read_user_features(

@@ -1,4 +1,4 @@
-"""Predictors: files that recommend as the model did."""
+"""Predictors: files that recommend as their model did."""
 
 import copy
 import dataclasses
@@ -77,7 +77,7 @@ def feed_forward(*, temperature: float | None = None) -> sj.FeedForward:
 
 
 def assert_same(found: sj.Recommendations, expected: sj.Recommendations) -> None:
-    """The same items; other programs add in another order."""
+    """Asserts equal items and nearly equal scores, because other programs add in another order."""
     np.testing.assert_array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5, atol=1e-6)
 
@@ -171,7 +171,7 @@ def test_a_layer_is_folded(tmp_path):
 
 
 class OwnRanking(sj.FeedForward):
-    """A model whose best items are not those of its output layer."""
+    """A model whose ranking differs from that of its output layer."""
 
     def top_k(self, x, k, *, exclude=None):  # pyrefly: ignore[bad-override]
         ids, scores = super().top_k(x, k, exclude=exclude)
@@ -190,7 +190,7 @@ def test_a_class_with_its_own_top_k_keeps_it(tmp_path):
 
 @pytest.fixture
 def for_hopper(monkeypatch) -> Iterator[None]:
-    """What is traced within the test is for a Hopper GPU."""
+    """Programs traced inside the test are traced for a Hopper GPU."""
     monkeypatch.setattr(implementations, "gpu_capability", lambda: 9.0)
     jax.clear_caches()
     yield
@@ -225,7 +225,7 @@ def test_a_click_model_is_exported_in_arithmetic_alone(tmp_path, for_hopper):
 
 @pytest.fixture
 def compilations(caplog) -> Iterator[Callable[[], int]]:
-    """How many programs were compiled since the last call."""
+    """A function that returns how many programs were compiled since its last call."""
     caplog.set_level("WARNING", logger="jax")
 
     def count() -> int:
@@ -278,7 +278,7 @@ def shop_path(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def shop(symbolic_sizes, shop_path) -> tuple[sj.FeedForward, sj.Predictor]:
-    """A model whose features are its items, exported with names."""
+    """A model whose features are its items, and its predictor with names."""
     config = NetworkConfig.autoencoder((8,))
     sizes = {"inputs": ITEMS, "outputs": ITEMS}
     model = sj.FeedForward(config, **sizes, rngs=nnx.Rngs(1))
@@ -460,7 +460,7 @@ def test_inputs_that_do_not_fit(path):
 
 
 def _changed(path, target, name, content) -> pathlib.Path:
-    """A copy of an archive in which one part has another content."""
+    """A copy of an archive in which one file has other content."""
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(target, "w") as new:
         for part in old.namelist():
             new.writestr(part, content if part == name else old.read(part))
@@ -468,7 +468,7 @@ def _changed(path, target, name, content) -> pathlib.Path:
 
 
 def signature_of(features, num_items, k, weights) -> Signature:
-    """That of a program for one row."""
+    """The signature of a program for one row."""
     return Signature(
         kind="items",
         **of_ranking(features, num_items, k),
@@ -527,7 +527,7 @@ def test_the_model_is_left_as_it_was(tmp_path):
 
 
 def _code(signature: Signature, target: str) -> bytes:
-    """A program with a custom call that JAX was told to let pass."""
+    """A program with a custom call that JAX was told to allow."""
 
     def program(weights, inputs):
         shape = jax.ShapeDtypeStruct((1, K), jnp.float32)
@@ -593,7 +593,7 @@ _OTHERS = (None, True, -1, 0, 2**31, 10**30, 0.5, "", "x", [], [1], [[]], {}, {"
 
 
 def _edits(value, path=()):
-    """The paths of all values in JSON."""
+    """The paths of all values in a JSON document."""
     yield path
     entries = {}
     if isinstance(value, dict):
@@ -739,7 +739,9 @@ def small() -> Signature:
 
 
 def program_of(signature, f) -> Callable[[np.ndarray], np.ndarray]:
-    """What a program answers that holds `f` of its only array, exported and loaded."""
+    """Exports and loads a program that contains `f` as its only weight; returns a function that
+    calls it.
+    """
 
     def top_k(weights, inputs):
         scores = f(weights[0]).reshape(1, 16)

@@ -1,4 +1,4 @@
-"""Predictors of clicks: files that score as the model did."""
+"""Predictors of clicks: files that score as their model did."""
 
 import json
 import pathlib
@@ -81,7 +81,9 @@ def columns(rows=ROWS, seed=0):
 
 
 class Clicks(nnx.Module):
-    """Two collections, every placement, lists in order and lists that are summed."""
+    """A click model with two collections, all placements, and lists that are summed or kept in
+    order.
+    """
 
     def __init__(self, num_ids, rngs):
         tables = {
@@ -125,7 +127,7 @@ def train(folder) -> sj.ClickDataset:
 
 @pytest.fixture(scope="module")
 def model(train) -> Clicks:
-    """With parameters of about 1, so that all of them matter."""
+    """A model whose parameters are about 1, so that all of them matter."""
     model = Clicks(train.num_ids, nnx.Rngs(0))
     rng = np.random.default_rng(1)
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -137,7 +139,7 @@ def model(train) -> Clicks:
 
 @pytest.fixture(scope="module")
 def expected(model, train) -> np.ndarray:
-    """Probabilities by the model itself, of as many examples at a time as the predictor."""
+    """Probabilities by the model itself, computed for batches as large as the predictor's."""
     return sj.predict(model, train, batch_size=BATCH)
 
 

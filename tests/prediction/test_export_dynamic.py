@@ -1,4 +1,4 @@
-"""Predictors of models with dynamic tables: they find the rows of ids, and give none."""
+"""Predictors of models with dynamic tables: they find the rows of ids, and assign no rows."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def assign(model, optimizer, ids):
 
 
 def batch(rng, rows, first=0) -> tuple[np.ndarray, dict[str, Any]]:
-    """Ids from `first` on, of all 64 bits."""
+    """Draws ids from `first` on, which use all 64 bits."""
     spread = np.uint64(0x9E3779B97F4A7C15)
 
     def some(most, *shape):

@@ -1,4 +1,4 @@
-"""A small file of a predictor that would be unpacked to a large one."""
+"""Small predictor files that would be unpacked to very large ones are refused."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SIZE = 2**27
 
 @pytest.fixture(scope="module", params=METHODS)
 def packed(request, tmp_path_factory):
-    """Blanks, packed by a method, as the bytes of a zip file."""
+    """Blanks compressed by a method, as the bytes of a zip file."""
     path = tmp_path_factory.mktemp("bomb") / "zip"
     with zipfile.ZipFile(path, "w", request.param) as new:
         new.writestr("name", b" " * SIZE)
@@ -50,7 +50,7 @@ def test_no_more_is_unpacked_than_is_allowed(packed, name, stated, tmp_path):
 
 
 def rename(path, name):
-    """Gives the only part another name."""
+    """Renames the only file of an archive."""
     with zipfile.ZipFile(path) as old:
         [info] = old.infolist()
     content = path.read_bytes()
@@ -68,7 +68,7 @@ def rename(path, name):
 
 
 def state(path, size):
-    """Lets the directory state another size, with the checksum of so many blanks."""
+    """Changes the size in the archive's directory, and the checksum to that of as many blanks."""
     content = bytearray(path.read_bytes())
     at = content.rindex(b"PK\1\2")
     struct.pack_into("<L", content, at + 16, zlib.crc32(b" " * size))

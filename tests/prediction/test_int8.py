@@ -1,4 +1,4 @@
-"""Predictors whose items are read in int8 first: the same answers, wherever they come from."""
+"""Predictors that read their items in int8 first give equal answers."""
 
 import re
 
@@ -19,7 +19,7 @@ NAMES = [f"item {i}" for i in range(ITEMS)]
 
 @pytest.fixture(scope="module")
 def paths(symbolic_sizes, tmp_path_factory):
-    """The same model without int8 and with it."""
+    """Files of two predictors of one model: without int8, and with it."""
     folder = tmp_path_factory.mktemp("int8")
     config = sj.NetworkConfig.autoencoder((128,), temperature=0.1)
     model = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
@@ -33,7 +33,7 @@ def paths(symbolic_sizes, tmp_path_factory):
 
 @pytest.fixture
 def of_use(monkeypatch):
-    """Int8 is read first here, too."""
+    """Makes int8 count as useful on this machine, too."""
     monkeypatch.setattr(coarse_top_k, "is_of_use", lambda shape, dtype: True)
 
 

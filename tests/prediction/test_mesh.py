@@ -1,4 +1,4 @@
-"""Metrics, recommendations and vectors on a mesh: the same as on one device."""
+"""Metrics, recommendations and vectors on a mesh equal those on one device."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ def test_metrics():
 
 
 class Model(sj.FeedForward):
-    """Counts how often a program is made of it."""
+    """A model that counts how often a program is traced from it."""
 
     times_traced = 0
 
@@ -73,7 +73,7 @@ def a_model():
 
 
 def results(made):
-    """The results of all functions that use a model, on the mesh that is set."""
+    """The results of all functions that use a model, on the current mesh."""
     train = matrix_of(0.05, 1)
     new = scipy.sparse.csr_array(matrix_of(0.03, 2).toarray() & ~train.toarray())
     # A row of three has one more that is unknown, another has two.

@@ -1,4 +1,4 @@
-"""Lists of names as rows of a matrix, compared with sets of Python."""
+"""Lists of names as rows of a matrix, compared with Python sets."""
 
 import hypothesis
 import hypothesis.strategies as st

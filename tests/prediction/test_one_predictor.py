@@ -1,4 +1,4 @@
-"""Predictors of every kind: one class, one form of file."""
+"""Predictors of every kind have one class and one file format."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def folder(tmp_path_factory, symbolic_sizes):
 
 @pytest.fixture(scope="module")
 def shown(folder):
-    """What each predictor is asked; they are written before."""
+    """Writes predictors; returns input data for each."""
     histories, clicks = export(folder)
     return {"items": ITEMS, "histories": histories, "clicks": clicks}
 

@@ -137,7 +137,7 @@ def test_a_forked_process_says_so(loading):
 
 
 def replaced(load, monkeypatch, module, tmp_path):
-    """The predictors that were alive whenever one was read."""
+    """Counts which predictors were still in memory whenever a new one was loaded."""
     first, second = (export(tmp_path / str(n), seed=n) for n in (0, 1))
     read, alive, known = module._ready, [], []
 

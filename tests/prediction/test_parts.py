@@ -1,4 +1,6 @@
-"""Prediction in parts, from a log in a store to metrics, on several processes that die."""
+"""Prediction in parts: from a log in an object store to metrics, by several processes, some of
+which are killed.
+"""
 
 import dataclasses
 import os
@@ -217,7 +219,7 @@ def test_what_is_refused(shop, tmp_path, capsys):
 
 
 class Killed(workers.Scorer):
-    """A process that is killed when it is asked for some parts for the first time."""
+    """A process that is killed when it gets some parts for the first time."""
 
     parts: dict[int, int]
     started: int

@@ -1,4 +1,4 @@
-"""Recommendations where the right ones are known, and their metrics."""
+"""Recommendations and their metrics, on data whose right answers are known."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ ALL_KNOWN = {"users_unknown": 0, "entries_unknown": 0}
 
 
 def all_items_known(inputs, heldout) -> dict[str, int]:
-    """The counts of `evaluate` where there are no unknown items."""
+    """The counts that `evaluate` returns if there are no unknown items."""
     new = (inputs.sum(axis=1) == 0) & (heldout.sum(axis=1) > 0)
     return ALL_KNOWN | {"users_new": int(new.sum())}
 
@@ -48,7 +48,7 @@ def dataset(matrix, names=None, features=None):
 
 
 def oracle(scores, k, exclude=None):
-    """The k best by (score descending, id ascending), in NumPy."""
+    """The k best items by (score descending, id ascending), computed by NumPy."""
     scores = np.array(scores, np.float64)
     if exclude is not None:
         scores[exclude.toarray() != 0] = -np.inf
@@ -62,7 +62,7 @@ def oracle(scores, k, exclude=None):
 
 
 def oracle_metrics(ids, heldout, k, popularity=None):
-    """By the definitions, over rows with held-out entries."""
+    """Metrics by their definitions, over rows with held-out entries."""
     sums = dict.fromkeys(METRICS, 0.0)
     labels = [set(np.flatnonzero(row)) for row in heldout.toarray()]
     users = sum(map(bool, labels))
@@ -378,7 +378,7 @@ def test_prepared_once_and_compiled_once(problem):
 
 
 def all_scores(model, inputs):
-    """Of a `FeedForward`, by its own call."""
+    """All scores of a `FeedForward`, computed by calling it."""
     run = nnx.jit(lambda model, x: model(x, deterministic=True))
     return run(model, CSR.from_scipy(inputs))
 
@@ -462,7 +462,7 @@ def test_errors_of_folding_in(problem, model):
 
 
 def among(scores, candidates, heldout, k, exclude=None):
-    """The oracle's k best of the candidates and the held-out items of each row."""
+    """The oracle's k best among the candidates and the held-out items of each row."""
     others = (candidates.toarray() == 0) & (heldout.toarray() == 0)
     if exclude is not None:
         others |= exclude.toarray() != 0

@@ -1,4 +1,4 @@
-"""Predictors that take the changes of their model."""
+"""Predictors to which changes of their model are applied."""
 
 import dataclasses
 import threading

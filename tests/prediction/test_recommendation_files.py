@@ -49,7 +49,7 @@ def expected() -> list[dict]:
 
 
 def records(path: pathlib.Path) -> list[dict]:
-    """What a file of recommendations holds, as strangers read it."""
+    """The records in a file of recommendations, read by other libraries."""
     ending = path.name.partition(".")[2]
     opened = gzip.open if ending.endswith(".gz") else open
     if ending == "parquet":

@@ -30,7 +30,7 @@ def made(*rows, prefix="user") -> sj.SequenceDataset:
 
 
 def scores_of(model, histories):
-    """`[rows, ITEMS]` of the last `LENGTH` items of each history."""
+    """`[rows, ITEMS]` scores for the last `LENGTH` items of each history."""
     model.eval()
     ids, scores = model.top_k(jnp.asarray(histories.padded(LENGTH)), ITEMS)
     model.train()

@@ -1,4 +1,4 @@
-"""Held-out items that were not trained on, or that a row already has: what they count.
+"""Metrics for held-out items that were not trained on, or that a row already has.
 
 The oracle works in names, sets and Python's floats, and shares no code with the package.
 """
@@ -41,7 +41,7 @@ def dataset_of(histories: Histories, items: list[str]) -> sj.SparseDataset:
 
 
 def rankings(scores, shown: Histories, items: list[str], among=None):
-    """For each row the items by falling score, ties in the order of `items`."""
+    """For each row the items by descending score; ties stay in the order of `items`."""
     found = {}
     for row, history in shown.items():
         choice = [i for i in items if i not in history]
@@ -56,7 +56,7 @@ def rankings(scores, shown: Histories, items: list[str], among=None):
 
 
 def by_hand(ranked, wanted: Histories, trained: set[str], unknown: str) -> dict:
-    """Metrics by their definitions, an item at a time."""
+    """Metrics by their definitions, computed one item at a time."""
     if unknown == "skip":
         wanted = {row: items & trained for row, items in wanted.items()}
     wanted = {row: items for row, items in wanted.items() if items}
@@ -85,7 +85,7 @@ class Shop:
     new: list[str]
 
     def co_visits(self) -> dict[str, dict[str, int]]:
-        """Of how many visitors an area was seen beside each other."""
+        """For each area, the number of visitors who saw it together with each other area."""
         counts = {a: dict.fromkeys(self.items + self.new, 0) for a in self.items}
         for history in self.shown.values():
             for a in history:
@@ -94,14 +94,16 @@ class Shop:
         return counts
 
     def model(self, items: list[str], *, of_new: float = -1.0) -> Linear:
-        """Scores by `co_visits`, and an area that nobody has seen by a number, below others."""
+        """A model with scores by `co_visits`. An area that nobody has seen has a fixed low
+        score.
+        """
         counts = self.co_visits()
         weights = [[counts.get(a, {}).get(b, 0) for b in items] for a in items]
         bias = [0.0 if item in counts else of_new for item in items]
         return Linear(np.array(weights, np.float32), np.array(bias))
 
     def ranked(self, among=None):
-        """`(of the model, of popularity)`."""
+        """Two rankings: by the model, and by popularity."""
         counts = self.co_visits()
 
         def by_model(history):
@@ -116,12 +118,14 @@ class Shop:
         ]
 
     def split(self) -> tuple[sj.SparseDataset, sj.SparseDataset]:
-        """As of one data set that was split: all areas have a column."""
+        """The data as if one data set was split: all areas have a column."""
         items = [*self.items[:3], *self.new, *self.items[3:]]
         return dataset_of(self.shown, items), dataset_of(self.wanted, items)
 
     def two_files(self) -> tuple[sj.SparseDataset, sj.SparseDataset]:
-        """As of two files, the second read against the first one's vocabulary."""
+        """The data as if it came from two files; the second is read with the first one's
+        vocabulary.
+        """
         shown = dataset_of(self.shown, self.items)
         wanted = dataset_of(self.wanted, sorted(self.items + self.new))
         with pytest.warns(sj.data.UnknownFeaturesWarning):
@@ -130,7 +134,8 @@ class Shop:
 
 @pytest.fixture(scope="module")
 def shop() -> Shop:
-    """Of the bundled data: what a third of the visitors did later gets new names.
+    """Visits from the bundled data, in which later visits of a third of the visitors get new
+    names.
 
     All were shown as many areas, so that most tests run the same programs.
     """
@@ -371,7 +376,7 @@ def test_validation_and_report_count_them_too(shop, tmp_path):
 
 @pytest.fixture
 def repeating(shop) -> tuple[Histories, Histories]:
-    """`(shown, wanted)`: half of what visitors want they have looked at before."""
+    """`(shown, wanted)`: half of the wanted areas were shown before."""
     wanted = {row: set(items) & {*shop.items} for row, items in shop.wanted.items()}
     rows = [row for row, items in wanted.items() if items]
     for row in rows[::2]:

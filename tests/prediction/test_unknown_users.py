@@ -1,4 +1,6 @@
-"""New users count, by every way in; their number is given, and they can be left out."""
+"""New users count in metrics for every form of input; their number is reported, and they can be
+left out.
+"""
 
 import contextlib
 import io
@@ -28,7 +30,7 @@ def table(events):
 
 
 def parts(read):
-    """The same data in two files, and as one file that is split."""
+    """Equal data in two forms: as two files, and as one file that is split."""
     train = read(table([event for event in EVENTS if event[2] < 9]))
     heldout = read(table([event for event in EVENTS if event[2] == 9]), features=train)
     whole = read(table(EVENTS))
@@ -122,7 +124,7 @@ def test_commands_and_functions_agree(tmp_path, capsys):
 
 
 class Fixed(nnx.Module):
-    """The same scores for every row."""
+    """A model with equal scores for all rows."""
 
     def __init__(self, scores):
         self.num_features = self.num_items = len(scores)

@@ -1,4 +1,4 @@
-"""Runs whose items have content: from events and a table of items to new items."""
+"""Runs with item content, from events and a table of items to recommendations of new items."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ def kind_of_item(item: str) -> int:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Each user has items of one of three kinds; items 30 to 32 are in no event."""
+    """Files in which each user has items of one of three kinds; items 30 to 32 have no event."""
     folder, rng = tmp_path_factory.mktemp("files"), np.random.default_rng(0)
     events = ["user,item,time"]
     for i, user in enumerate(np.repeat(np.arange(USERS), 6)):

@@ -1,4 +1,4 @@
-"""The next version of what a service serves: written if it is better."""
+"""Publishing: the next version for a service is written only if it is better."""
 
 import csv
 import functools
@@ -19,7 +19,7 @@ USERS, KNOWN, ITEMS = 48, 18, 20
 
 
 def write(path, items):
-    """Users like the items of their parity; the last items are new.
+    """Writes a file in which users like the items of their parity; the last items are new.
 
     What is held out of them is in a file beside it.
     """

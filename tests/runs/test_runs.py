@@ -1,4 +1,4 @@
-"""`Run`: one call is one command."""
+"""The methods of `Run`, each of which is one command."""
 
 import dataclasses
 import gc
@@ -23,7 +23,7 @@ COLUMNS: dict[str, Any] = {"user": "who", "item": "what"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> pathlib.Path:
-    """Files of all kinds: rows of items, histories with times, clicks."""
+    """A folder with files of all kinds: rows of items, histories with times, clicks."""
     folder = tmp_path_factory.mktemp("runs")
     train, heldout = checkerboard()
     write_lines(folder / "items.txt", train)

@@ -1,4 +1,4 @@
-"""A model from a loop of one's own becomes a run folder."""
+"""A model from a custom loop is saved as a run folder."""
 
 import numpy as np
 import optax

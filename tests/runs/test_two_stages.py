@@ -1,4 +1,4 @@
-"""Two runs as one model, against the click model on the joined table."""
+"""Two runs combined to one model, compared with the click model on the joined table."""
 
 import dataclasses
 import functools
@@ -174,7 +174,7 @@ def test_lists_of_items_are_of_nobody_in_the_table_of_users() -> None:
 
 
 class ByValues(nnx.Module):
-    """Ranks items by the values of a row, of which those below 0 give NaN."""
+    """A model that ranks items by a row's values; negative values give NaN."""
 
     num_features = num_items = 9
 
@@ -187,7 +187,7 @@ class ByValues(nnx.Module):
 
 
 class ByPrice(nnx.Module):
-    """Ranks candidates by a column of theirs, and counts them."""
+    """A model that ranks candidates by one of their columns, and counts them."""
 
     counts: ClassVar[list[int]] = []
 
@@ -247,7 +247,7 @@ def test_columns_beside_a_history_are_as_long() -> None:
 
 
 def _asked(port: int, tensors: dict, parameters: dict) -> tuple[int, dict]:
-    """The status and the answer to tensors of one row."""
+    """Sends tensors of one row; returns the status and the answer."""
     inputs = [
         {
             "name": name,

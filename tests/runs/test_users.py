@@ -25,7 +25,8 @@ HOW: dict[str, Any] = {"optimizer": "sgd", "decay": "none", "num_epochs": 1}
 def world(
     users: int, seed: int = 0
 ) -> tuple[pandas.DataFrame, pandas.DataFrame, float]:
-    """A free plan moves a user on by 1 item, and a paid one by 3, in 9 of 10 cases.
+    """Draws users and events: with a free plan the next item is 1 further, with a paid one 3, in 9
+    of 10 cases.
 
     Returns events, users, and the best answers with knowledge of the plan.
     """
@@ -51,7 +52,7 @@ def told(*argv: str) -> str:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A folder with events, users and a run, made by commands."""
+    """A folder with events, users and a run, written by commands."""
     folder = tmp_path_factory.mktemp("users")
     table, people, _ = world(800)
     table.to_csv(folder / "events.csv", index=False)

@@ -1,4 +1,4 @@
-"""Models of histories with columns of events, and losses with weights, against NumPy."""
+"""Models of histories with event columns, and weighted losses, compared with NumPy."""
 
 import dataclasses
 import itertools
@@ -58,7 +58,7 @@ def made(name: str, events: EventSizes | None = SIZES, **options):
 
 
 def batch(rows: int, seed: int = 0):
-    """Histories, weights and columns of `[rows, LENGTH + 1]` places, some rows empty."""
+    """Histories, weights and columns `[rows, LENGTH + 1]`; some rows are empty."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, LENGTH + 2, rows)
     lengths[:2] = 0, LENGTH + 1
@@ -84,7 +84,7 @@ def batch(rows: int, seed: int = 0):
 
 
 def shown(columns, length: int = LENGTH):
-    """Columns of the first places, and the context of the event behind them."""
+    """The columns at the first positions, and the context of the event after them."""
     to_come = {f"context/{n}": columns[n][:, length] for n in SIZES.context}
     own = {n: columns[n][:, :length] for n in SIZES.shapes}
     return columns | own | to_come
@@ -147,7 +147,7 @@ def test_loss_is_the_weighted_mean_over_targets(name, negatives):
 
 
 def labelled() -> EventSizes:
-    """The sizes, with labels of each kind."""
+    """The sizes of event columns, with labels of each kind."""
     number, columns = sj.data.DenseColumn(missing=0.25), sj.data.LabelColumn
     labels = (
         Label("kind", columns(weight=2.0), 0, 3),
@@ -160,7 +160,7 @@ def labelled() -> EventSizes:
 
 
 def with_labels(rows: int):
-    """`batch`, where some numbers are missing."""
+    """The result of `batch`, in which some numbers are missing."""
     histories, weights, columns = batch(rows)
     rng = np.random.default_rng(1)
     for name in ("price", "seconds"):
@@ -171,7 +171,7 @@ def with_labels(rows: int):
 
 
 def losses_of_labels(head, h, items, columns, is_event):
-    """The mean over events of their losses, by the formula of `NextEvent`, in float64."""
+    """The mean of the events' losses by the formula of `NextEvent`, in float64."""
     p = {
         n: [
             np.asarray(x[...], np.float64)

@@ -1,4 +1,4 @@
-"""What holds for every sequence model, and HSTU and GRU against their formulas in NumPy."""
+"""Properties of all sequence models; HSTU and GRU are compared with their formulas in NumPy."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ CONFIGS = {
 
 @pytest.fixture(params=CONFIGS)
 def model(request) -> sj.sequence.SequenceModel:
-    """Without dropout, and with vectors so long that scores differ."""
+    """A model without dropout, whose vectors are long enough for scores to differ."""
     made = sj.sequence.build_sequence_model(
         CONFIGS[request.param], items=ITEMS, rngs=nnx.Rngs(0)
     )
@@ -62,7 +62,7 @@ def of_items(model, items):
 def hstu(
     model: sj.sequence.HSTU, items: np.ndarray, times: np.ndarray | None
 ) -> np.ndarray:
-    """`[length, width]` of one history without padding."""
+    """Hidden vectors `[length, width]` of one history without padding."""
     n = len(items)
     x = np.sqrt(8) * of_items(model, items) + np.asarray(model.places[...])[:n]
     for block in model.blocks:
@@ -88,7 +88,7 @@ def hstu(
 
 
 def gru(model: sj.sequence.GRU, items: np.ndarray, times: None) -> np.ndarray:
-    """`[length, width]` of one history without padding."""
+    """Hidden vectors `[length, width]` of one history without padding."""
     x = of_items(model, items)
     for block in model.blocks:
         h, states = np.zeros(8), []

@@ -1,4 +1,4 @@
-"""Scores of nearest content beside those of a model of histories."""
+"""Scores of content similarity that are added to the scores of a model of histories."""
 
 from typing import Any
 

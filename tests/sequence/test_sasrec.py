@@ -1,4 +1,4 @@
-"""SASRec against its formula in NumPy."""
+"""SASRec compared with its formula in NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def linear(x, layer):
 
 
 def hidden(model: sj.sequence.SASRec, items: np.ndarray) -> np.ndarray:
-    """`[length, width]` of one history without padding, in float64."""
+    """Hidden vectors `[length, width]` of one history without padding, in float64."""
     x = (
         np.sqrt(8) * np.asarray(model.output.kernel[...], np.float64)[items]
         + np.asarray(model.places[...], np.float64)[: len(items)]

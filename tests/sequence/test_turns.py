@@ -1,4 +1,4 @@
-"""Losses whose tokens are worked on some at a time, beside those of all tokens at once."""
+"""Losses computed for some tokens at a time, compared with the losses of all tokens at once."""
 
 import contextlib
 import dataclasses
@@ -144,7 +144,9 @@ def is_row_gradient(g: Any) -> bool:
 
 @functools.cache
 def last_program(name: str):
-    """The last vectors of all places, and of turns, each with gradients."""
+    """The vectors of the last positions, from all positions and from turns, each with
+    gradients.
+    """
     model = sj.sequence.build_sequence_model(
         CONFIGS[name], items=ITEMS, rngs=nnx.Rngs(0)
     )

@@ -1,4 +1,4 @@
-"""Prepares, predicts and recommends by Spark Connect, in a process with no other Spark.
+"""Prepares, predicts and recommends through Spark Connect, in a process without another Spark.
 
 python over_connect.py EVENTS PREDICTOR OUT RECOMMENDATIONS FRAME CHECKPOINTS
 """

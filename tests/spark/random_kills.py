@@ -43,7 +43,7 @@ _ENDING_SECONDS, _JOB_SECONDS = 90, 900
 
 
 def drive() -> None:
-    """What a driver does: jobs that come on its standard input, each a line."""
+    """The code of a driver: runs jobs from its standard input, one on each line."""
     from pyspark.sql import SparkSession
 
     import sparsejax as sj
@@ -74,7 +74,7 @@ def drive() -> None:
 
 
 class Driver:
-    """A driver in a process of its own."""
+    """A driver in a separate process."""
 
     def __init__(self, log: pathlib.Path):
         with log.open("a") as file:
@@ -87,7 +87,7 @@ class Driver:
             )
 
     def begin(self, job: dict) -> threading.Thread:
-        """Begins a job; the thread ends with it, or with the driver."""
+        """Starts a job; returns a thread that ends with the job, or with the driver."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps(job), file=self.process.stdin, flush=True)
         self.answer = ""
@@ -102,7 +102,7 @@ class Driver:
         return thread
 
     def finish(self, waiting: threading.Thread) -> None:
-        """Waits for the end of the job."""
+        """Waits until the job has ended."""
         waiting.join(_JOB_SECONDS)
         if self.answer != "done\n":
             raise SystemExit(f"the driver has said {self.answer!r}; see its log")
@@ -114,7 +114,7 @@ class Driver:
 
 
 def left_of(processes: list[int]) -> list[int]:
-    """Those that still run after some time in which they should end."""
+    """The processes that still run after the time in which they should end."""
     end = time.monotonic() + _ENDING_SECONDS
     while left := [p for p in processes if is_running(p)]:
         if time.monotonic() > end:
@@ -125,7 +125,7 @@ def left_of(processes: list[int]) -> list[int]:
 
 @contextlib.contextmanager
 def bucket() -> Iterator[tuple[pa.fs.FileSystem, str, str]]:
-    """A store: its file system, its address and the query of addresses in it."""
+    """An object store: its file system, its address, and the query part of addresses."""
     from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # moto's requests

@@ -1,4 +1,4 @@
-"""Commands in processes that end with this one. They need no Spark."""
+"""Commands in child processes that end with this process. These tests need no Spark."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""All of it by Spark Connect."""
+"""Preparation, training and prediction through Spark Connect."""
 
 import os
 import pathlib

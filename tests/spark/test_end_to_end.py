@@ -1,4 +1,6 @@
-"""From a raw log in a store to metrics on Spark, also when parts of the cluster die."""
+"""From a raw log in an object store to metrics on Spark, also when parts of the cluster are
+killed.
+"""
 
 import os
 import pathlib
@@ -34,7 +36,7 @@ def store(bucket) -> pa.fs.FileSystem:
 
 @pytest.fixture(scope="module")
 def shop(session, bucket, store) -> str:
-    """The address of a folder that Spark prepared, of a log that is in the store, too."""
+    """The address of a folder that Spark prepared from a log in the store."""
     rng = np.random.default_rng(0)
     log = pa.table(
         {
@@ -54,7 +56,7 @@ def shop(session, bucket, store) -> str:
 
 @pytest.fixture(scope="module")
 def trained(session, shop, tmp_path_factory) -> pathlib.Path:
-    """The run of two tasks, on one folder."""
+    """The run that two tasks trained together, in one folder."""
     run = tmp_path_factory.mktemp("trained") / "run"
     sj.spark.train(session, shop, run, processes=2, options=OPTIONS)
     return run
@@ -62,7 +64,7 @@ def trained(session, shop, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def predictor(trained, bucket, store, symbolic_sizes, tmp_path_factory) -> str:
-    """The address of the model of `trained`."""
+    """The address of the predictor of `trained`."""
     file = tmp_path_factory.mktemp("predictor") / "model"
     assert main(["export", str(trained), str(file), "--k", str(K)]) == 0
     with store.open_output_stream("shop/model.predictor") as stream:

@@ -1,4 +1,4 @@
-"""What errors of Spark become. They need no session."""
+"""Errors of Spark are converted to errors of ours. These tests need no session."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Data sets that Spark prepares as folders: the same as `read` and DuckDB give."""
+"""Spark prepares data sets as folders that equal those of `read` and DuckDB."""
 
 import concurrent.futures
 import datetime

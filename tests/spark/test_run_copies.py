@@ -1,4 +1,4 @@
-"""Copies of a run folder in a store. They need no Spark."""
+"""Copies of a run folder in an object store. These tests need no Spark."""
 
 import pathlib
 
