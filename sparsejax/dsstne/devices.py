@@ -11,7 +11,7 @@ from sparsejax.mesh import processes
 
 
 def setting_mesh(text: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Sets the mesh of the flag `-mesh`. By default several processes divide the weights."""
+    """A context with the mesh of the flag `-mesh`. By default several processes divide weights."""
     if text is None and not processes.is_joined():
         return contextlib.nullcontext()
     text = text or f"model={jax.device_count()}"

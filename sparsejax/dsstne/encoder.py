@@ -1,4 +1,4 @@
-"""DSSTNE's `encoder`: trains, measures or checks a network as a CDL file says."""
+"""DSSTNE's `encoder`: trains, measures or checks a network by the settings in a CDL file."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ def check_range(
     """Raises ValueError unless `value` is from `low` to `high`.
 
     Args:
-      label: text that says in the error where the value is.
+      label: text for the error, such as the name of the layer.
       key: the JSON key of the value.
       value: the number.
       low: smallest valid number.

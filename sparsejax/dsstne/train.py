@@ -300,7 +300,7 @@ def rule_of(command: Train, decay: float, steps: int = 0) -> rules.DsstneRule:
     """The update rule that the flags describe.
 
     Args:
-      command: the flags.
+      command: values of the flags.
       decay: the network's `Decay`.
       steps: number of steps of an interval, as in `Decay`.
     """

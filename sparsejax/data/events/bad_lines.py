@@ -38,7 +38,7 @@ def find_bad_lines(
     first_line: int = 1,
     header: str | None = None,
 ) -> None:
-    """Finds the lines of a file that cannot be read and leaves them out; a warning counts them.
+    """Finds the lines of a file that cannot be read. They are skipped, and a warning counts them.
 
     Args:
       file: the file, of which some bad lines may be known.

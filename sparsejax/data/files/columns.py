@@ -114,7 +114,7 @@ _MAX_COLUMNS = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class SourceColumn:
-    """A column of a table, as it is in the source.
+    """A column of a source table, with facts for messages.
 
     Attributes:
       name: name of the column in the table; None if the table has no names.

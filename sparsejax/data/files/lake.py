@@ -162,9 +162,9 @@ def format_of(place: Place, below: Collection[str]) -> str | None:
 
 
 def folders_above(path: str) -> Iterator[str]:
-    """Yields the parent folders of a path that may be the folder of a table.
+    """Yields those parent folders of a path that may be the folder of a table.
 
-    The names between them must be `data` or contain "=", as in the folders of a table.
+    Folders between such a parent and the path are called `data`, or their names contain "=".
     """
     while "/" in path and re.search("=|^data$", os.path.basename(path)):
         yield (path := os.path.dirname(path))

@@ -71,7 +71,7 @@ class ParquetPath:
 
     @contextlib.contextmanager
     def open(self, *, one_group: bool = False) -> Generator[pq.ParquetFile]:
-        """Opens the file. Errors of reading in the block become `DataError`.
+        """Opens the file. Read errors while this context is open become `DataError`.
 
         With `one_group` the caller reads only one row group, and the group's columns are
         requested together. If a manifest lists the file, its footer is cached for the file's
@@ -187,7 +187,7 @@ def opened(
     pre_buffer: bool = False,
     metadata: pq.FileMetaData | None = None,
 ) -> Generator[pq.ParquetFile]:
-    """Opens a stream as Parquet. Errors of reading in the block become `DataError`.
+    """Opens a stream as Parquet. Read errors while this context is open become `DataError`.
 
     If `metadata` is given, the footer is not read.
     """

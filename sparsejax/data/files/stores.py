@@ -118,7 +118,7 @@ class Place:
 
     @contextlib.contextmanager
     def writing(self) -> Generator[IO[bytes]]:
-        """Opens the file for writing. It appears when the block has ended, or not at all.
+        """Opens the file for writing. It is published when this context closes without an error.
 
         A file for a store is written to a temporary file first, because a store would
         publish a partial file if the block failed.
@@ -163,7 +163,7 @@ class Place:
 
 @contextlib.contextmanager
 def naming(path: Path, problem: str = "cannot be read") -> Generator[None]:
-    """Turns errors in the block into a `DataError` that names the path."""
+    """Converts errors while this context is open to a `DataError` that names the path."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:

@@ -1,4 +1,4 @@
-"""Folders that `prepare` writes, and how.
+"""Writes and reads the folders that `prepare` makes.
 
-Above `sets` and `events`.
+It imports `sets` and `events`; `scans` and `reading` import it.
 """

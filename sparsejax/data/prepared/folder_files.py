@@ -174,7 +174,7 @@ def write_rows(
 def part_writer(
     folder: Place, part: Part, identity: str, numbers: range | None = None
 ) -> Generator[PartWriter]:
-    """Yields a writer for a part, whose files are complete when the block has ended."""
+    """Yields a writer for a part. Its files are complete when this context has closed."""
     with contextlib.ExitStack() as stack:
         writer = PartWriter(folder, part, identity, stack, numbers)
         yield writer

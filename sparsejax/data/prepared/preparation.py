@@ -709,7 +709,7 @@ def frequent[Table](
     count: int,
     chosen: Callable[[Table, str, int], tuple[Table, int]],
 ) -> Table:
-    """Selects the pairs whose user and item are frequent enough; repeated until all are.
+    """Selects pairs with frequent users and items, repeatedly until all that remain are frequent.
 
     Args:
       path: name of the events in messages.

@@ -1,4 +1,4 @@
-"""From a source to a data set, and the types that verbs accept as data.
+"""Functions that read a source into a data set, and types of data that verbs accept.
 
-The highest room of `data`.
+No other subpackage of `data` imports it.
 """

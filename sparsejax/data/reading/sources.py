@@ -371,7 +371,7 @@ def num_columns(what: str, source: Any) -> int:
 
 
 def check_columns(what: str, columns: int, expected: int, kind: str) -> None:
-    """Raises ValueError unless `what` has as many columns as the model has `kind`."""
+    """Raises ValueError if `columns` is not `expected`; `what` and `kind` are for the error."""
     if columns != expected:
         raise ValueError(
             f"{what} has {columns:,} columns but the model has {expected:,} {kind}; "

@@ -1,4 +1,4 @@
 """Data sets that are read one row group at a time.
 
-Above `sets` and `prepared`, below `reading`.
+It imports `sets` and `prepared`; `reading` imports it.
 """

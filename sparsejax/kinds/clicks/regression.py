@@ -362,7 +362,7 @@ def _fitted(
     """Weights and intercept that minimize the penalized log loss.
 
     Args:
-      x: `[examples, columns]`.
+      x: matrix `[examples, columns]`.
       y: labels.
       v: weights of the examples.
       variance: prior variance of the weights, which sets the penalty.
