@@ -262,7 +262,7 @@ def _load_of_histories(
 
 
 def committed() -> list[dict]:
-    """The measured results of all parts."""
+    """The measured results of all parts, which are stored in the repository."""
     path = RESULTS / "fit_mesh.json"
     return json.loads(path.read_text())["results"] if path.exists() else []
 

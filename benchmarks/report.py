@@ -110,7 +110,7 @@ def mean(values: Sequence[float], digits: int = 4) -> str:
 
 
 def grouped(results: Iterable[dict], *names: str) -> list[tuple[tuple, list[dict]]]:
-    """Groups results by the values of some names."""
+    """Groups results whose values of some names are equal; returns (values, results) pairs."""
     found: dict[tuple, list[dict]] = {}
     for row in results:
         found.setdefault(tuple(row.get(name) for name in names), []).append(row)

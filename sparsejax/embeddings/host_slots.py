@@ -178,8 +178,8 @@ class Slots:
         return bool((filled > self._size).any())
 
     def find(self, columns: jax.Array) -> jax.Array:
-        """`[entries]`: the slot of each row, numbered over all devices; negative numbers
-        without one.
+        """The slot of each row, `[entries]`, numbered over all devices; negative for a row that
+        has no slot.
         """
         return _find(self.index.slot, columns, self._size)
 

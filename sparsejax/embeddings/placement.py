@@ -94,7 +94,8 @@ class TablePlacement:
 
     Attributes:
       kind: kind of the placement.
-      ranges: ranges of hands with the rows: one for "table", one for each piece for "columns".
+      ranges: ranges of hands (virtual shards) that have the rows: one range if the kind is
+        "table", one range for each piece if it is "columns".
     """
 
     kind: Placement

@@ -54,7 +54,8 @@ OVERLAPPED = {
 # which occupy multiprocessors that the layers need.
 COPIED = {"xla_gpu_use_memcpy_local_p2p": True}
 
-# A part of JAX's context, so that it is a key in the caches of traced and compiled programs.
+# Whether programs must have equal bits in each run. As a part of JAX's context, it is a key of the
+# caches of traced and compiled programs.
 _same_bits = jax.make_user_context(default_value=False)
 
 

@@ -41,7 +41,7 @@ _PASSES, _SHIFT = 3, 1e-6
 # The factor of the scores is fitted to this many scores; its logarithm is searched in this range.
 _SAMPLED_SCORES, _LOGS = 2**21, (-8.0, 8.0)
 
-# A `csr_array`: SciPy's stubs say that it may have no shape.
+# A `csr_array`, typed as Any because its shape may be None in SciPy's stubs.
 _Rows = Any
 
 # Replaces 0 in a denominator.

@@ -2,7 +2,7 @@
 
 A block of rows keeps the scores of all items at once, as exponentials `e` in bfloat16::
 
-    r     the score of each row's target                    before any other score is made
+    r     the score of each row's target                    computed before all other scores
     e_i   = exp(s_i - r),  and  sum_i e_i  in float32       one program of the GPU
     f     = weight exp(r - lse)                             slope_i = f e_i
     dh    = f (e kernel),   dkernel += e^T (f h)

@@ -70,7 +70,7 @@ class RowRule(Protocol):
     # Whether `step` (and `catch_up`, if weights do not drift) works element by element,
     # with operations that Pallas supports on GPUs. Then its arrays may be pieces of a row.
     elementwise: ClassVar[bool]
-    # Whether they work element by element except for means over a row. Then `step` has a further
+    # Whether `step` and `catch_up` work element by element except for means over a row. Then `step` has a further
     # argument `mean`, a function that computes such a mean. The state may be one number for each
     # row.
     by_row: ClassVar[bool]
@@ -112,7 +112,7 @@ class RowRule(Protocol):
     def step(
         self, w: jax.Array, state: State, gradient: jax.Array, numbers: Any, /
     ) -> tuple[jax.Array, State]:
-        """Weights and state of rows after one more step; both are up to date before it."""
+        """Applies a step to up-to-date rows; returns their new weights and state."""
         ...
 
 

@@ -3,14 +3,15 @@
 With narrow vectors, writing the score gradients would take long compared with the
 products. So two passes over all scores compute them in registers, and both gradients::
 
-    r      the score of each row's target                   before any other score is made
+    r      the score of each row's target                   computed before all other scores
     e_i    = exp(s_i - r)
     first  sum_i e_i  and  e kernel     in one program       dh = f (e kernel) - w kernel_t
     f      = w exp(r - lse)             slope_i = f e_i, and - w for the target t
     second (f e)^T h                    in the same program, with items in place of rows
                                         dkernel = (f e)^T h, and - w h in row t
 
-All items have the same reference r, so the first pass needs no sum of exponentials before.
+All items of a row have one reference r, so no sums of exponentials are needed before the first
+pass.
 """
 
 from __future__ import annotations

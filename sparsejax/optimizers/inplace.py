@@ -78,10 +78,10 @@ def is_variable(path: Sequence[Any], node: Any) -> bool:
 
 
 class Flattened:
-    """NNX modules as a list of values, one for each variable; the list is found only once.
+    """NNX modules as a list of values, one for each variable. The modules are split only once.
 
-    To split and merge modules takes milliseconds of Python at each call of a program. Here a
-    program takes and gives values alone, and overwrites them in place.
+    Splitting and merging modules takes milliseconds of Python at each call of a program. Here the
+    arguments and results of a program are only values, which it overwrites in place.
 
     Under `jax.set_mesh(make_mesh(...))`, arrays that are not divided are copied to each device.
 

@@ -63,7 +63,7 @@ class Feed:
           None if they are unknown at the moment.
       read: function that reads the file with a given name. It returns None for a file without
           rows.
-      seconds: seconds between two looks for new files, while there is nothing to do.
+      seconds: seconds between two checks for new files, while there is no file to train on.
     """
 
     names: Callable[[], Sequence[str] | None]

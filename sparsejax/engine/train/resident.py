@@ -498,8 +498,8 @@ class Resident:
         return [i for i, x in first if isinstance(x, SparseRows)]
 
     def needed(self, rows: jax.Array) -> list[jax.Array]:
-        """For each matrix the capacity that `take` needs: entries of a CSR, or numbers of an
-        array.
+        """The capacity that `take` needs for each matrix: the number of entries of a CSR, or of
+        elements of an array.
         """
         every, rows = rows.reshape(len(rows), -1), self.local(rows)
 

@@ -40,8 +40,8 @@ class Rule:
     # Whether `step`, and `catch_up` if weights do not drift, work element by element, with
     # operations that Pallas supports on GPUs. A GPU program calls them on pieces of rows.
     elementwise: ClassVar[bool] = False
-    # Whether they work element by element except for means over a row, which `step` computes by
-    # its further argument `mean`. In GPU programs, state with one number for each row is passed as
+    # Whether `step` and `catch_up` work element by element except for means over a row, which
+    # `step` computes by its further argument `mean`. In GPU programs, state with one number for each row is passed as
     # a number.
     by_row: ClassVar[bool] = False
     # Whether `step` and `catch_up` apply `weight_decay`.
