@@ -104,7 +104,7 @@ def undone_by(undo: Callable[[], object]) -> Iterator[None]:
     """Calls a function if a signal ends the process within the block.
 
     It is called in another thread, while the main thread may be anywhere in the block. It is
-    not called if the block itself ends, by an exception either.
+    not called if the block ends without a signal, normally or by an exception.
     """
     key = id(undo)
     _undo[key] = undo

@@ -343,7 +343,7 @@ def to_json(rule: LossRule) -> dict[str, Any]:
     """`{"name": ..., option: value ...}`, which `from_json` reads.
 
     Raises:
-      ValueError: `rule` is not one of this module, so no name stands for it.
+      ValueError: `rule` is not a rule of this module, so it has no name.
     """
     name = getattr(rule, "name", "")
     if _RULES.get(name) is not type(rule):

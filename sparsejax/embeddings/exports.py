@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
     @property
     def stack(self) -> Stack:
-        """The layout of its tables."""
+        """The stack: its tables, and their layout."""
         return self.store.stack
 
 
@@ -326,7 +326,7 @@ class _Held:
 
 
 def tables_of(parts: Sequence[Part], now: Sequence[Rows]) -> dict[Table, Pieces]:
-    """All tables in order, with their pieces."""
+    """The tables of all parts in order, with the pieces of each table."""
     found = {}
     for number, (part, rows) in enumerate(zip(parts, now, strict=True)):
         for name in dict.fromkeys(table.name for table in part.stack.tables):

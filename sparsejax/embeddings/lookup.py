@@ -151,8 +151,8 @@ class Sender:
     ) -> tuple[FeatureBatch, Bool[Array, ""]]:
         """A batch with `routes`, and whether the capacity of the exchange is too small.
 
-        If it has, these are of no use. Ids of dynamic tables in examples that do not exist
-        ask for no row.
+        If the capacity is too small, the routes cannot be used. In padding examples, ids of
+        dynamic tables request no row.
         """
         batch = ids if isinstance(ids, FeatureBatch) else pack(self.stacks, ids)
         if exists is not None:

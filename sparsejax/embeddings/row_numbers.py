@@ -87,7 +87,7 @@ class RowNumber:
 
     @property
     def fades(self) -> bool:
-        """Whether an eviction changes the number, which happens after the update by the batch."""
+        """Whether an eviction changes the number, by `faded`; it does so after `update`."""
         return type(self).faded is not RowNumber.faded
 
     def seen(

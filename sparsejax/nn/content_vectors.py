@@ -279,7 +279,7 @@ class Scoring(NamedTuple):
     temperature: float | None
 
     def layer(self, made: jax.Array, bias: jax.Array | None, like: jax.Array) -> Layer:
-        """The operands of some items' scores; `like` has the dtype of the vectors."""
+        """A layer that scores items by their vectors `made`, in the dtype of `like`."""
         scale = None
         if self.temperature is not None:
             scale = inverse_norm(made) / self.temperature

@@ -297,7 +297,7 @@ def layer_gradients(
     Args:
       chunk: the operands of the scores.
       delta: the gradient of the loss in each score.
-      slopes: the array `delta` again; or `[batch, 0]`, if kernel and bias want no
+      slopes: the array `delta` again; or `[batch, 0]`, if kernel and bias need no
         gradient.
       product: the product of `delta` with the kernel, if it is computed already;
         otherwise None.

@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def buckets(self) -> int:
-        """Buckets of a part; there are two slots for each row."""
+        """Number of buckets in a part, which has two slots for each row."""
         return -(-2 * sum(self.sizes) // SLOTS)
 
     def table_of_rows(self) -> Int[Array, "rows"]:
@@ -263,7 +263,7 @@ def distinct(
 ) -> tuple[Distinct, Int[Array, "keys"]]:
     """The keys that occur, in ascending order, and the number of occurrences of each.
 
-    The number is the sum of `times` over equal keys. It is at the first of them.
+    The number of occurrences is the sum of `times` over equal keys, stored at the first of these keys.
     """
     part, tables = part_of(keys), np.uint32(len(layout.sizes))
     group = part.astype(jnp.uint32) * tables + keys.table.astype(jnp.uint32)

@@ -70,9 +70,9 @@ class RowRule(Protocol):
     # Whether `step` (and `catch_up`, if weights do not drift) works element by element,
     # with operations that Pallas supports on GPUs. Then its arrays may be pieces of a row.
     elementwise: ClassVar[bool]
-    # Whether `step` and `catch_up` work element by element except for means over a row. Then `step` has a further
-    # argument `mean`, a function that computes such a mean. The state may be one number for each
-    # row.
+    # Whether `step` and `catch_up` work element by element except for means over a row. Then
+    # `step` has a further argument `mean`, a function that computes such a mean. The state may be
+    # one number for each row.
     by_row: ClassVar[bool]
 
     @property
@@ -96,7 +96,7 @@ class RowRule(Protocol):
         numbers: Sequence[jax.Array],
         shared: Sequence[jax.Array],
     ) -> tuple[jax.Array, State]:
-        """`catch_up` with numbers from the table: as `[rows, 1]` columns."""
+        """Does the work of `catch_up`, given the table's numbers as `[rows, 1]` columns."""
         ...
 
     def numbers(self, count: jax.Array) -> Any:

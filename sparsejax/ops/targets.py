@@ -52,7 +52,7 @@ class Targets:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch."""
+        """Number of rows in the batch."""
         return self.columns.shape[-1]
 
     @property

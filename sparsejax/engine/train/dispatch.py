@@ -526,7 +526,7 @@ def steps_on_gpu(entries: int) -> int:
 
 
 def fills_dispatches() -> bool:
-    """Whether dispatches are full where possible, see `Sizes`. It gains nothing on a CPU."""
+    """Whether dispatches have as many steps as possible, see `Sizes`; no gain on a CPU."""
     return jax.default_backend() != "cpu"
 
 

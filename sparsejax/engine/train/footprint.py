@@ -365,7 +365,7 @@ def with_content(
     else:  # in the dtype of the rows; their gradient reuses the memory
         gradient += items * width * stored.itemsize
     rows = min(items, chunk_items)
-    # Bytes of item vectors, their gradient, the gradient of the rows, and the content as an operand.
+    # Bytes of item vectors, their gradient, the gradient of the rows, and content as an operand.
     chunk = 4 * rows * (3 * width + job.content.vectors)
     if tags := job.content.tags:  # tags sorted by parts, and two sums for each tag
         some = min(256 * job.content.entries, sorted_tags)

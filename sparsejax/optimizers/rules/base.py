@@ -41,8 +41,8 @@ class Rule:
     # operations that Pallas supports on GPUs. A GPU program calls them on pieces of rows.
     elementwise: ClassVar[bool] = False
     # Whether `step` and `catch_up` work element by element except for means over a row, which
-    # `step` computes by its further argument `mean`. In GPU programs, state with one number for each row is passed as
-    # a number.
+    # `step` computes by its further argument `mean`. In GPU programs, state with one number for
+    # each row is passed as a number.
     by_row: ClassVar[bool] = False
     # Whether `step` and `catch_up` apply `weight_decay`.
     takes_weight_decay: ClassVar[bool] = False
