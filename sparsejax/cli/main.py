@@ -30,7 +30,7 @@ from sparsejax.cli.wording import in_flags
 from sparsejax.mesh import interrupts
 from sparsejax.options.models import Histories, Network
 
-# Modules that are imported later may be as new as their files at this time.
+# The start time. A source file that changed later may differ from the module that was imported.
 _BEGUN = time.time()
 
 _FEWEST_COLUMNS = 40  # least width of a help page

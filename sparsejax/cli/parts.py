@@ -1,4 +1,4 @@
-"""The command `predict --parts`. A task starts a second sooner without models' code."""
+"""The command `predict --parts`. It imports no models, so a task starts a second sooner."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def sizes_of(features: ItemFeatures) -> ContentSizes:
 
 
 def sizes_among(features: ItemFeatures, items: int) -> ContentSizes:
-    """Sizes of content whose items are spread evenly over a vocabulary of `items` items.
+    """Sizes of the content of `items` items, over which `features` are spread evenly.
 
     Raises:
       ValueError: the content has more items than the vocabulary.

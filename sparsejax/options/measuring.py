@@ -184,7 +184,7 @@ class Kept(Options):
 
 
 class Ranked(Shown, Ranking, Kept):
-    """A ranking for held-out interactions."""
+    """Options to rank items and to measure the ranking on held-out interactions."""
 
 
 class Held(Ranking, Kept):
@@ -251,7 +251,7 @@ class Evaluate(Shown, Held, Grouping, Correcting, kw_only=False):
 
 
 class Measure(Held, kw_only=False):
-    """A call of `evaluate`.
+    """The arguments of a call of `evaluate`.
 
     Attributes:
       model: A `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
@@ -369,7 +369,7 @@ class Report(Paged, _Written, kw_only=False):
 
 
 class WriteReport(Options, kw_only=False):
-    """A call of `write_report`.
+    """The arguments of a call of `write_report`.
 
     Attributes:
       path: File to write. An existing file is replaced.

@@ -1,4 +1,4 @@
-"""The memory that training needs."""
+"""Options to plan the memory that training needs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sized(Options):
 
 
 class Plan(Sized, kw_only=False):
-    """A call of `plan`.
+    """The arguments of a call of `plan`.
 
     Attributes:
       network: Layers and loss, or the configuration of a model of histories.

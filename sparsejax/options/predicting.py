@@ -1,4 +1,4 @@
-"""Recommendations, and predictors that are written and served."""
+"""Options to recommend items, and to write and serve predictors."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Recommend(Choosing, InContext, kw_only=False):
 
 
 class Rank(Choosing, kw_only=False):
-    """A call of `recommend`.
+    """The arguments of a call of `recommend`.
 
     Attributes:
       model: A `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
@@ -170,7 +170,7 @@ class Export(Exported, Correcting, kw_only=False):
 
 
 class Write(Exported, kw_only=False):
-    """A call of `export_predictor`.
+    """The arguments of a call of `export_predictor`.
 
     Attributes:
       model: A `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; or

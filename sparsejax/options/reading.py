@@ -1,4 +1,4 @@
-"""How files and tables are read, and how events are prepared."""
+"""Options to read files and tables, and to prepare events."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Preparing(Named):
 
 
 class Prepare(Preparing, Formatted, kw_only=False):
-    """A call of `prepare`.
+    """The arguments of a call of `prepare`.
 
     Attributes:
       events: Files, or a table in memory; see `read`. Tables may have a list of items on
@@ -195,7 +195,7 @@ class Prepare(Preparing, Formatted, kw_only=False):
 
 
 class PrepareFrame(Preparing, kw_only=False):
-    """A call of `spark.prepare`.
+    """The arguments of a call of `spark.prepare`.
 
     Attributes:
       frame: Any data frame, also of Spark Connect. It may have a list of items on each row.

@@ -1,4 +1,4 @@
-"""Two stages: one run finds candidates, and a second one ranks them."""
+"""Options of two stages: one run finds candidates, and a second one ranks them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is trained."""
+"""Options to train a model."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ class Looping(Exact, Saved):
 
 
 class Fit(Looping, kw_only=False):
-    """A call of `fit`.
+    """The arguments of a call of `fit`.
 
     Attributes:
       model: A `FeedForward`, or a module with the methods of `Fittable`; for histories a

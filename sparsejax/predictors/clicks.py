@@ -129,7 +129,7 @@ class Clicks:
 
     @property
     def labels(self) -> dict[str, LabelColumn]:
-        """The labels by name, if there are several."""
+        """The types of several labels, by name; empty if there is only one."""
         return {} if self.schema is None else self.schema.several
 
     def predictions(self, scores: np.ndarray) -> Any:

@@ -241,7 +241,7 @@ class Programs:
 
     @property
     def nothing(self) -> list[Rows]:
-        """For each input, zero rows."""
+        """Rows of each input, of which there are none."""
         none = Entries(None, np.empty(0, np.int32), np.zeros(1, np.int32))
         return [
             none if each.sparse else np.zeros((0, *each.shape), each.dtype)

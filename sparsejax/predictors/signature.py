@@ -452,7 +452,7 @@ def of_ranking(
 
 
 def features_of(inputs: Sequence[Array]) -> Features:
-    """`num_features` of the model with these inputs, which here include no excluded items.
+    """`num_features` of the model with these inputs. They do not include the excluded items.
 
     Raises:
       ValueError: no model has such inputs.

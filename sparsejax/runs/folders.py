@@ -106,7 +106,7 @@ class Settings(Recorded):
         return modules
 
     def shapes(self, known: Any) -> tuple[Any, Optimizer]:
-        """Does `build` with shapes in place of arrays, into which a checkpoint is restored.
+        """Like `build`, but with shapes in place of arrays. A checkpoint is restored into these.
 
         Args:
           known: names of the features, or for clicks a data set without examples, from
@@ -259,9 +259,9 @@ def _settings_of(network: Any) -> dict[str, Any]:
 
 
 def load_run(directory: str | pathlib.Path) -> tuple[Settings, Any]:
-    """Reads the settings of a run folder, and its known names, with which other data is read.
+    """Reads the settings of a run folder, and the features by which other data is read.
 
-    Known are the names of the features, or for clicks a data set without examples.
+    These are the names of the features, or for clicks a data set without examples.
 
     Raises:
       ValueError: the folder is not a run folder, or is damaged.

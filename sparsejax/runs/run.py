@@ -89,7 +89,7 @@ class Run:
 
     @classmethod
     def _trained(cls, training: Training) -> Run:
-        """Makes a run by a training."""
+        """Trains a model, and returns its run."""
         kind = kind_of(training.config)
         training.check_kind(kind.name)
         _check_columns(training)

@@ -87,7 +87,7 @@ def pairs(
 
 
 def single(events: str, *, valued: bool, timed: bool, before: float | None) -> str:
-    """The subquery for events in the form of pairs with one event each.
+    """The subquery that selects events with the columns of pairs: a pair for each event.
 
     Args:
       events: name of the table.

@@ -288,8 +288,8 @@ def _check_numbers(logits: np.ndarray, first: int) -> None:
 
 
 def check_fixed(clicks: Clicks) -> None:
-    """Raises ValueError if a category with a fixed position has no id, so that it is never
-    learned.
+    """Raises ValueError if the fixed category of a column has no id in the training data: a model
+    would never learn it.
     """
     for name, value in clicks.schema.fixed.items():
         known = vocabulary_of(clicks.schema, name, clicks.vocabularies)
