@@ -90,7 +90,7 @@ def rounded(
     Args:
       x: numbers.
       rows: `of_rows` of the rows' numbers, which can be broadcast to the shape of `x`.
-      columns: `of_columns` of the columns' numbers, likewise.
+      columns: `of_columns` of the columns' numbers, which can be broadcast like `rows`.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     # The neighbour nearer to zero, or the other one if this carries into the upper half.

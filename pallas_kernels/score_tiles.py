@@ -47,7 +47,7 @@ def rounded_items(size: int) -> int:
 
 
 def rows_for(batch: int, items: int) -> int:
-    """The number of rows to which a batch is padded: 64 for few, whose tiles have 512 items.
+    """The number of rows to which a batch is padded. If it is 64, tiles have 512 items.
 
     Args:
       batch: number of rows of the batch.

@@ -38,12 +38,11 @@ _undo: dict[int, Callable[[], object]] = {}
 
 
 def watch() -> None:
-    """From now on a SIGINT or a SIGTERM ends this process in three seconds.
+    """From now on a SIGINT or a SIGTERM ends this process within three seconds.
 
-    The process ends at once until `working` is entered. Within `working` the main thread has
-    a part of the time to end by itself. Within `keeping` it has as much time as it needs.
-    A second signal ends the process at once. The status is 128 and the number of the signal.
-    Signals that the process ignores, as in the background of a shell, stay ignored.
+    Before `working` is entered, the process ends at once. While `working` is open, the main thread
+    has a part of these seconds to end without help. While `keeping` is open, it has unlimited time. A second signal ends the process at once. The exit status is 128 plus the signal's
+    number. Signals that the process ignores, as in the background of a shell, stay ignored.
     """
     global _watched
     default = signal.SIG_DFL, signal.default_int_handler
@@ -58,16 +57,16 @@ def watch() -> None:
 
 
 def starting(number: int, frame: object) -> None:
-    """The handler before the work begins. The thread of `watch` ends the process."""
+    """The signal handler before the work begins. It does nothing: another thread ends the process."""
 
 
 @contextlib.contextmanager
 def working(advice: Callable[[], str] | None = None) -> Iterator[None]:
-    """Gives the main thread time to end by itself, while this context is open.
+    """While this context is open, a signal leaves the main thread time to end.
 
     Args:
-      advice: function that makes the end of the line that says that the process was
-        interrupted.
+      advice: function that returns text, which is appended to the message about the
+        interruption.
     """
     global _working, _advice
     before, _working, _advice = (_working, _advice), True, advice
@@ -79,11 +78,11 @@ def working(advice: Callable[[], str] | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keeping(is_worth: Callable[[], bool]) -> Iterator[None]:
-    """Keeps a first signal from ending the process: the block ends by itself.
+    """While this context is open, the first signal does not end the process.
 
     Args:
-      is_worth: whether there is work that would be lost. If there is none, the process ends
-        as it does outside of the block. It is called in another thread.
+      is_worth: function that returns whether work would be lost. If none would be, the process
+        ends as it does outside of this context. It is called in another thread.
     """
     global _kept
     before, _kept = _kept, is_worth
@@ -94,7 +93,7 @@ def keeping(is_worth: Callable[[], bool]) -> Iterator[None]:
 
 
 def answered() -> None:
-    """Says that the first signal has been obeyed: the command goes on to its ordinary end."""
+    """Records that the command has obeyed the first signal and now ends as usual."""
     global _answered
     _answered = True
 

@@ -237,9 +237,9 @@ def _period(stack: Stack, rows: CSR | DividedRows, examples: int) -> int:
 def _sorted_by(x: CSR, order: jax.Array, size: int) -> CSR:
     """Sorts the entries of `x` by a given order of the columns.
 
-    A GPU program cuts the sorted entries into parts, and adds up the parts of a row that is
-    cut. So where a row is cut must not depend on where other rows happen to lie. And a CPU
-    sorts the entries of large tables, but not those of small ones.
+    This makes sums independent of the numbers of rows. A GPU program cuts the sorted entries into
+    parts, so a row must be cut at the same entries wherever other rows are stored. And a CPU sorts
+    the entries of large tables, but not the entries of small tables.
 
     Args:
       x: matrix whose entries were not sorted by column before.

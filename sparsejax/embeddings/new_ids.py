@@ -32,7 +32,7 @@ def add_ids(
     like: int = UNKNOWN,
     optimizer: Optimizer | None = None,
 ) -> None:
-    """Adds ids behind the known ones of some tables, in place.
+    """Adds ids after the known ids of some tables, in place.
 
     >>> model = build_click_model(
     ...     DLRMConfig(), num_dense=2, features={"user": 50, "item": 90}, rngs=nnx.Rngs(0)
@@ -42,14 +42,14 @@ def add_ids(
     >>> model.num_ids
     {'user': 53, 'item': 90}
 
-    A known row and its state are as they were, to the bit. A new row is a copy of that of
-    unknown categories, with which the model has read the new category so far. So every
-    prediction is the same as before, until the model is trained on. The state of a new row
-    begins as in a new optimizer, at this step.
+    Known rows and their optimizer state do not change. A new row is a copy of the row of unknown
+    categories, which the model has read for the new category so far. So predictions do not change
+    until the model is trained further. A new row's optimizer state is that of a new optimizer, at
+    this step.
 
     `data.append_features(known)` and `read_clicks(..., append=True)` give data the ids of
-    such a model. Tables have new shapes, for which programs are compiled anew, and may lie
-    elsewhere on a mesh: as those of a new model. Meanwhile there must be room for the tables
+    such a model. Tables get new shapes, for which programs are compiled again, and may be placed
+    differently on a mesh, as in a new model. During the call, memory must have room for the tables
     twice. All rows of a larger table in host memory take memory from then on.
 
     Args:
@@ -57,7 +57,7 @@ def add_ids(
       added: numbers of new ids, by the names of tables. Collections with a table of the same
         name all get them.
       like: id whose row is copied for new ids.
-      optimizer: the model's. Rows that drift are brought up to date first, as by its `flush`.
+      optimizer: the model's optimizer. Rows that drift are brought up to date first, as by its `flush`.
 
     Raises:
       ValueError: no collection has such a table, it is dynamic, a number is negative, or a

@@ -238,7 +238,7 @@ class Stack:
 
     @functools.cached_property
     def dynamic(self) -> bool:
-        """Whether its tables are dynamic, which holds for all or none of them."""
+        """Whether the tables of this stack are dynamic: either all are, or none."""
         return self.tables[0].dynamic
 
     @property

@@ -87,7 +87,7 @@ class Method:
       kernel_spec: how the kernel's rows are divided over the mesh, as in `output_loss`.
       implementation: "mosaic_gpu", "xla" or "xla_gpu"; None picks the fastest here.
       chunk_scores: about how many scores a chunk has (`batch` times its items). None
-        picks what is fastest here.
+        chooses the fastest one here.
       precision: precision of the products of float32 operands, as in `output_loss`.
       form: "chunks" computes the scores of a chunk of items at a time, "gram" replaces the
         scores by Gram matrices (see `gram_loss`), "kept" keeps all scores of some rows (see

@@ -66,7 +66,7 @@ def dot_interaction(
       blank: number of vectors after the first one that have no pairs, as
         `blank_vectors` counts.
       implementation: "mosaic_gpu" is a GPU program for Hopper; "xla" and "xla_gpu" are made
-        of XLA's operations; None picks what is fastest here.
+        of XLA's operations; None chooses the fastest one here.
     """
     program = _takes_program(rows, rows.shape[1], implementation)
     return _joined(rows, first, _Pairs(rows.shape[1], blank, program))

@@ -77,7 +77,7 @@ def gather_matmul(
       dtype: floating dtype of the result; that of `w` by default.
       implementation: "mosaic_gpu" is the GPU program (Hopper or newer), "xla" the
         reference, "xla_gpu" the reference as GPUs run it, "cusparse" cuSPARSE's product
-        (float32; two runs differ in their last bits). None picks what is fastest here.
+        (float32; two runs differ in their last bits). None chooses the fastest one here.
 
     Raises:
       ValueError: shapes do not match, an unknown combiner or implementation, or a spec

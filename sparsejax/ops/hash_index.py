@@ -263,7 +263,7 @@ def distinct(
 ) -> tuple[Distinct, Int[Array, "keys"]]:
     """The keys that occur, in ascending order, and the number of occurrences of each.
 
-    The number of occurrences is the sum of `times` over equal keys, stored at the first of these keys.
+    The number of occurrences is the sum of `times` over equal keys, stored at the first of them.
     """
     part, tables = part_of(keys), np.uint32(len(layout.sizes))
     group = part.astype(jnp.uint32) * tables + keys.table.astype(jnp.uint32)

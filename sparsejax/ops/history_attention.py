@@ -100,8 +100,8 @@ def history_attention(
       time_bias: a number for each bucket of time differences, shared by all heads.
       implementation: "mosaic_gpu" are GPU programs for Hopper: bfloat16 and heads of 64
         numbers; "xla" is made of XLA's operations, on a CPU some blocks of 64 entries at
-        a time; "xla_gpu" is the form for GPUs, which takes many blocks at once. None picks
-        what is fastest here.
+        a time; "xla_gpu" is the form for GPUs, which takes many blocks at once. None chooses
+        the fastest one here.
       precision: precision of the products of float32 operands, as in `output_loss`.
 
     Raises:

@@ -99,7 +99,7 @@ def output_loss(
       implementation: "mosaic_gpu" is the program for Hopper GPUs, for operands that are
         bfloat16 or may be rounded to it, labels without values, and the rules of
         `sparsejax.losses`. "xla" is the reference, "xla_gpu" the reference as GPUs run
-        it. None picks what is fastest here.
+        it. None chooses the fastest one here.
       precision: precision of the products of float32 operands. "highest" is float32.
         "high" has errors of about 2^-16 on a GPU: three products of bfloat16 matrices.
         "default" or None takes TF32 on a GPU (errors of 2^-11), by XLA. With more than

@@ -124,8 +124,8 @@ def top_k(
       kernel_spec: how the kernel is divided over the mesh that is set, see
         `sparsejax.output_loss`. The best of each part are merged.
       implementation: "mosaic_gpu" is the program for Hopper GPUs, for bfloat16 operands.
-        "xla" is the reference, "xla_gpu" the reference as GPUs run it. None picks what is
-        fastest here.
+        "xla" is the reference, "xla_gpu" the reference as GPUs run it. None chooses the fastest
+        one here.
       precision: precision of the products of float32 operands. "highest" is float32.
         "high" has errors of about 2^-16 on a GPU: three products of bfloat16 matrices.
         "default" or None takes TF32 on a GPU, with errors of 2^-11. On a CPU all of

@@ -166,7 +166,7 @@ class EventSizes:
 
     @classmethod
     def of(cls, events: Events) -> Self:
-        """The columns of events or users."""
+        """The names and sizes of the columns in a data set's events or users."""
         owners = vocabulary_columns(events.schema)
         checksums = {
             name: checksum([names_as_bytes(names)])

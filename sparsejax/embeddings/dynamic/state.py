@@ -162,7 +162,7 @@ def clock_of(clock: Any) -> jax.Array:
 
 
 def counted(state: State, kind: int, added: Int[Array, "parts tables"]) -> State:
-    """Adds to one of the counters of each table."""
+    """Adds `added` to the counter `kind` of each table."""
     low = state.totals[:, :, kind, 0]
     more = low + added.astype(jnp.uint32)
     carried = (more < low).astype(jnp.uint32)

@@ -80,7 +80,7 @@ class DynamicStore(Store):
 
     @property
     def index(self) -> Index:
-        """Which ids have which rows. A predictor knows nothing else."""
+        """The index from ids to rows, the only part of the state that a predictor has."""
         return Index(*(self.known[name][...] for name in Index._fields))
 
     # The index from ids to rows. A predictor needs no other part of the state.

@@ -190,7 +190,7 @@ class Rule:
         raise NotImplementedError
 
     def missed(self, rate: Any) -> Linear:
-        """One step with a zero gradient, for rules that are then linear."""
+        """A step with a zero gradient as a linear map, for rules that are linear in this case."""
         raise NotImplementedError
 
     def all_missed(self, lag, count) -> Linear:
