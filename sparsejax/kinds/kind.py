@@ -190,7 +190,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     held_out: ClassVar[str] = ".1"
     tuned: ClassVar[Tuned] = {}
 
-    # The configuration.
+    # Methods that make and adapt configurations.
 
     def defaults_of(self, config: Config) -> Defaults:
         """The default training settings for a configuration."""
@@ -291,7 +291,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         """Loads the part that `Final` wrote into a trained model."""
         raise NotImplementedError
 
-    # The data of a run.
+    # Methods that read the data of a run.
 
     def schema(self, columns: Clicks) -> Any:
         """The schema of click or event columns, if the options of a command name columns."""
@@ -351,7 +351,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         """Data without rows, stored in a run folder. `maker` can make models from it."""
         return known
 
-    # Training.
+    # Methods for training.
 
     @abc.abstractmethod
     def examples(
@@ -450,7 +450,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
           k: cut-off of ranking metrics.
         """
 
-    # Uses of a model.
+    # Methods that use a trained model.
 
     @abc.abstractmethod
     def shown(

@@ -120,7 +120,7 @@ class OfUsers(Options):
 
 
 class Reading(Formatted, OfUsers):
-    """How files are read, and the columns of their users."""
+    """Options that describe how files are read, including the columns of users."""
 
 
 class Preparing(Named):

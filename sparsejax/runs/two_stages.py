@@ -93,7 +93,7 @@ class TwoStage:
 
     @takes(Join)
     def __init__(self, asked: Join) -> None:
-        """Joins the runs.
+        """Combines the two runs to a two-stage model.
 
         Raises:
           DataError: a table cannot be read.

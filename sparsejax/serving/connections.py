@@ -250,8 +250,8 @@ class _Connection(HttpToolsProtocol):
         if not self._is_asked:
             self._send_refusal()
         elif cycle.more_body and not (self.pipeline or cycle.response_started):
-            # The request's answering is stopped, as the missing rest of its body could only be
-            # refused again.
+            # The application stops answering this request. Otherwise it would also refuse it, as
+            # the rest of its body is missing.
             cycle.disconnected = True
             cycle.message_event.set()
             self._send_refusal()

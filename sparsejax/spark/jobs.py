@@ -14,7 +14,7 @@ _CALLING = "An error occurred while calling "
 
 
 class JobError(RuntimeError):
-    """A job of Spark has failed. The message is the most telling line of Spark's message."""
+    """A job of Spark has failed. The message is the most informative line of Spark's message."""
 
 
 def collected(frame: Any) -> list[Any]:

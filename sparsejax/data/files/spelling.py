@@ -185,7 +185,7 @@ def name_of(value: object) -> str | None:
     )
 
 
-# Spelling of a vocabulary's names
+# Functions that spell the names of a vocabulary.
 
 
 def has_only_digits(vocabulary: pa.Array) -> bool:
@@ -206,7 +206,7 @@ def without_point_zero(texts: pa.Array) -> pa.Array:
     return pc.call_function("replace_substring_regex", [texts], options)
 
 
-# Spelling of categories in clicks
+# Functions that spell the categories of clicks.
 
 
 def as_categories(texts: pa.Array) -> pa.Array:

@@ -81,7 +81,7 @@ class Place:
         return info.size if info.type == pa.fs.FileType.File else None
 
     def version(self) -> str | None:
-        """The size and time of the last change as one text; None if the file does not exist.
+        """A text made of the file's size and the time of its last change; None without a file.
 
         Raises:
           DataError: the store does not answer.

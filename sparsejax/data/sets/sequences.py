@@ -303,7 +303,7 @@ class SequenceDataset(NamedRows):
             )
         return self.histories.padded_column(column, length, fill=fill)
 
-    # Targets and columns of events
+    # Methods for targets and event columns.
 
     def with_targets(
         self,
@@ -469,7 +469,7 @@ class SequenceDataset(NamedRows):
             found[name][has] = column[first]
         return dataclasses.replace(self, context=found)
 
-    # Conversions
+    # Methods that convert from and to other data sets.
 
     @classmethod
     def from_sparse(cls, data: SparseDataset) -> SequenceDataset:
@@ -524,7 +524,7 @@ class SequenceDataset(NamedRows):
             **events,
         )
 
-    # Splits
+    # Methods that split histories into train and heldout.
 
     def split_last(
         self, n: int = 1, *, repeats: Repeats = "all"

@@ -105,7 +105,7 @@ class Placed(NamedTuple):
     parts: tuple[int, ...] = ()
 
     def placement(self, model: int) -> TablePlacement:
-        """Converts it to a `TablePlacement` on this many devices."""
+        """Converts this placement to a `TablePlacement` on `model` devices."""
         hands = ROW_MULTIPLE // model
         ranges = tuple(Range(part * hands, hands) for part in self.parts)
         return TablePlacement(self.kind, ranges)
