@@ -3,7 +3,7 @@
     python benchmarks/history_attention.py run [--commit NAME]    on a GPU
     python benchmarks/history_attention.py table                  anywhere
 
-Only operations of the pairs that count are counted: two products forward, five backward. Results
+Rates count only operations of pairs within a history: two products forward, five backward. Results
 of some histories are checked against float64 before they are timed. A part is an
 implementation with its biases and histories; each part is a process.
 """

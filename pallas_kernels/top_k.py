@@ -1,9 +1,9 @@
 """The best items without storing all scores: Mosaic GPU programs for Hopper.
 
 `maxima` computes scores in registers (`score_tiles`) and keeps the largest of each group of 16
-neighbours. `scores_of_groups` computes the scores of the chosen groups a second time. They
-have equal bits, because `wgmma` sums each product in the same order. If
-that takes longer than writing all scores and reading some, `maxima` also writes them.
+neighbours. `scores_of_groups` computes the scores of the chosen groups a second time. These
+have equal bits, because `wgmma` sums each product in one order. If the second computation would
+take longer than writing all scores and reading some, `maxima` also writes all scores.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def weight_gradient(
 
 
 def summing_operands(with_sums: bool) -> list[jax.Array]:
-    """An operand whose product with the slopes has 8 columns, each an eighth of their sums."""
+    """An operand, as a list: its product with the slopes is 8 columns, each 1/8 of their sums."""
     eighths = jnp.full((SUM_COLUMNS, STEP), 1 / SUM_COLUMNS, jnp.bfloat16)
     return [eighths] * with_sums
 

@@ -41,8 +41,9 @@ def watch() -> None:
     """From now on a SIGINT or a SIGTERM ends this process within three seconds.
 
     Before `working` is entered, the process ends at once. While `working` is open, the main thread
-    has a part of these seconds to end without help. While `keeping` is open, it has unlimited time. A second signal ends the process at once. The exit status is 128 plus the signal's
-    number. Signals that the process ignores, as in the background of a shell, stay ignored.
+    has a part of these seconds to end without help. While `keeping` is open, it has unlimited time.
+    A second signal ends the process at once. The exit status is 128 plus the signal's number.
+    Signals that the process ignores, as in the background of a shell, stay ignored.
     """
     global _watched
     default = signal.SIG_DFL, signal.default_int_handler

@@ -65,7 +65,7 @@ class FeatureBatch:
       keys: for each stack of dynamic tables, the key of each entry of its matrix.
       assigned: whether the columns of stacks of dynamic tables are known, by
           `EmbeddingCollection.assign_rows`. A column is `WITHOUT_ROW` for an id without a row.
-      stage: `[]` int32, for tables in host memory: number of the state of the devices' tables for
+      stage: `[]` int32, for tables in host memory: version number of the devices' tables for
           which the columns are valid. None if `EmbeddingCollection.staged` has not copied the
           rows.
       rows: for each stack in host memory, the row number of each entry of its matrix, whose

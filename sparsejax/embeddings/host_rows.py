@@ -645,7 +645,7 @@ class HostRows:
 
 
 def set_number(variable: nnx.Variable, number: int) -> None:
-    """Sets the number of the state of the devices' tables."""
+    """Sets the version number of the tables on the devices."""
     lies = variable[...].sharding
     variable.set_raw_value(jax.device_put(np.int32(number), lies))
 

@@ -57,7 +57,8 @@ def add_ids(
       added: numbers of new ids, by the names of tables. Collections with a table of the same
         name all get them.
       like: id whose row is copied for new ids.
-      optimizer: the model's optimizer. Rows that drift are brought up to date first, as by its `flush`.
+      optimizer: the model's optimizer. Rows that drift are brought up to date first, as by
+        `Optimizer.flush`.
 
     Raises:
       ValueError: no collection has such a table, it is dynamic, a number is negative, or a

@@ -131,8 +131,9 @@ class Distinct:
     rows: tuple[tuple[str, float], ...]
 
     def of(self, table: str, examples: int) -> float:
-        """An upper bound for another number of examples: twice as many have at most twice the
-        rows.
+        """An upper bound of the number of distinct rows that `examples` examples read in a table.
+
+        Twice as many examples read at most twice as many distinct rows.
         """
         rows = dict(self.rows).get(table, math.inf)
         return rows * max(1.0, examples / self.examples)

@@ -87,7 +87,7 @@ class RowNumber:
 
     @property
     def fades(self) -> bool:
-        """Whether an eviction changes the number, by `faded`; it does so after `update`."""
+        """Whether an eviction changes the number by `faded`, after `update` was applied."""
         return type(self).faded is not RowNumber.faded
 
     def seen(

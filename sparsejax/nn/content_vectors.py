@@ -224,8 +224,8 @@ def rows_at(
 ) -> tuple[Float[Array, "count width"], Float[Array, "rows width"]]:
     """The vectors of some items: `all_vectors(...)[ids]`; zeros for an id of -1.
 
-    Also returns the kernel. Later readers of the kernel should read the returned one: then the
-    gradient of this function is added to theirs in place.
+    Also returns the kernel. Later operations should read the returned kernel: then the gradient of
+    this function is added in place to the gradients of these operations.
     """
 
     def part(kernel, learned, fixed, ids):

@@ -102,7 +102,7 @@ class Owner(nnx.Module):
       implementation: implementation of the lookup, one of those of `sparsejax.gather_matmul`.
       seed: seed of the rows of dynamic tables.
       first: the random key of rows in host memory.
-      stage: number of the state of the devices' tables, if rows are in host memory.
+      stage: version number of the tables on the devices, if rows are in host memory.
     """
 
     stacks: tuple[Stack, ...]
