@@ -83,8 +83,8 @@ class Plan(Footprint):
       sorting: arrays for sorting the entries of a dispatch, or the rows of an epoch.
       linear: arrays for computing the linear part of the network, before training, on the first
         device.
-      temporary: largest total, at any time, of the eight numbers above: before training, while
-          sorting, in the output layer, or in the input layer.
+      temporary: largest sum of those of the eight numbers above that are allocated together:
+          before training, while sorting, in the output layer, or in the input layer.
       by_parts: whether item vectors with content are computed part by part, and not stored, as
           `fit` does if they do not fit.
       over_data: `{purpose: bytes}` that each device sends along "data" in a step, by a ring.
