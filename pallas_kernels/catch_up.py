@@ -121,7 +121,7 @@ def line_of(table_gmem, lag: jax.Array) -> Read:
 
 
 def shared_of(shared_gmem) -> Read:
-    """The numbers that apply to all rows."""
+    """Reads the numbers that apply to all rows."""
     return Read(lambda j: shared_gmem[j], range(shared_gmem.shape[0]))
 
 

@@ -21,7 +21,7 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 
 @contextlib.contextmanager
 def needing(what: str, extra: str) -> Generator[None]:
-    """Says what to install if a package cannot be imported while this context is open.
+    """While this context is open, an import error says which extra must be installed.
 
     Args:
       what: the beginning of the message, in which {} is the name of the package.

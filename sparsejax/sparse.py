@@ -75,7 +75,7 @@ class Transposed(NamedTuple):
         return cls(columns, rows.astype(jnp.int32), order, indptr)
 
     def numbers(self, num_cols: int) -> jax.Array:
-        """`[nse]`: the number of each entry's column among those that occur.
+        """`[nse]`: for each entry, the index of its column among the columns with entries.
 
         An entry that does not count has the number of the last column. As in `of`, so
         that both are one operation of XLA.
@@ -416,7 +416,7 @@ def host_rows(matrix: CSR, rows: np.ndarray) -> CSR:
 
 
 def with_room(matrix: CSR, nse: int) -> CSR:
-    """A NumPy matrix with room for this number of entries."""
+    """A NumPy matrix whose capacity is `nse` entries."""
     more = (0, nse - matrix.nse)
     data = None if matrix.data is None else np.pad(matrix.data, more)
     indptr = matrix.indptr.astype(np.int32)

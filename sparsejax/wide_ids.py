@@ -109,7 +109,7 @@ class WideIds:
         return cls(low, high, None, offsets.astype(np.int32), weights)
 
     def narrow(self, num_rows: int) -> Array | CSR:
-        """The ids of a table of so many rows: int32, or a CSR of lists in their order.
+        """The ids as int32 for a table with `num_rows` rows, or as a CSR of lists in their order.
 
         An id that is no int32 is the largest one, which no table has.
         """
@@ -180,5 +180,5 @@ def _words(
 
 
 def joined(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """uint64 of two words."""
+    """Joins low and high 32-bit words to uint64 ids."""
     return np.uint64(high) << np.uint64(32) | np.asarray(low, np.uint64)

@@ -147,7 +147,7 @@ def _check_sizes(name: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClickModelConfig(ModelConfig):
-    """Settings of all click models. `DLRMConfig` and the others add their own.
+    """Settings of all click models. Subclasses such as `DLRMConfig` add further settings.
 
     >>> ClickModelConfig.from_json({"version": 1, "model": "wide_deep", "hidden": [64]})
     WideDeepConfig(dim=16, combiner='sum', dtype='float32', dynamic=None, regression=False, sharing=None, hidden=(64,))

@@ -111,7 +111,7 @@ def pack(
     *,
     nse: Mapping[str, int] | None = None,
 ) -> FeatureBatch:
-    """See `EmbeddingCollection.pack`."""
+    """Packs the ids of a batch; see `EmbeddingCollection.pack`."""
     nse = {} if nse is None else nse
     features = {f.name: f for stack in stacks for f in stack.features}
     if ids.keys() != features.keys():
@@ -164,9 +164,9 @@ def pack(
 
 
 def checked(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
-    """Checks ids;
+    """Checks the ids of a batch; returns them, with 64-bit NumPy ids as pairs of 32-bit words.
 
-    NumPy ids of 64 bits become two words, as a program would truncate them to 32 bits.
+    A compiled program would truncate 64-bit ids to 32 bits.
 
     Raises:
       TypeError: ids are not int32.

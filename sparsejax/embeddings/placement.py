@@ -164,11 +164,11 @@ class StackedTable:
 
     @property
     def num_ids(self) -> int:
-        """An upper bound of packed ids; for a dynamic table these are positions in a batch."""
+        """An upper bound on packed ids; for a dynamic table these are positions in a batch."""
         return MAX_ENTRIES if self.dynamic else self.config.num_rows
 
     def owners(self, model: int) -> slice:
-        """The range of devices that have its rows."""
+        """The range of devices that have rows of this table."""
         hands = ROW_MULTIPLE // model
         first = self.place.hand // hands
         return slice(first, first + max(1, (1 << self.place.bits) // hands))
@@ -194,7 +194,7 @@ class StackedFeature:
 
     @functools.cached_property
     def bag_range(self) -> slice:
-        """The range of its bags in an example."""
+        """The range of this feature's bags in an example."""
         return slice(self.first_bag, self.first_bag + self.config.bags)
 
 
@@ -521,7 +521,7 @@ def rows_at(stack: Stack, key: jax.Array, rows: jax.Array) -> jax.Array:
 def drawn_rows(
     stack: Stack, keys: jax.Array, table: jax.Array | np.ndarray
 ) -> jax.Array:
-    """Initial rows of tables, given by their places in the stack: `[keys, dim]`.
+    """Initial rows `[keys, dim]` of tables, which are given by their positions in the stack.
 
     Args:
       stack: stack of the tables.

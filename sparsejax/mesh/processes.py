@@ -113,7 +113,7 @@ def are_of_mpirun() -> bool:
 
 
 def is_joined() -> bool:
-    """Whether this is one of several joined processes, or will be."""
+    """Whether this process has joined others in one training, or will join them."""
     return jax.distributed.is_initialized()
 
 

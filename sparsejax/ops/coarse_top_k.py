@@ -139,7 +139,7 @@ class _Bounds(NamedTuple):
 
 
 def is_of_use(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
-    """Whether a program can run here that finds the best items faster with their int8 copy.
+    """Whether the program for an int8 copy of the items can run here, and is faster.
 
     Args:
       shape: shape of the kernel.

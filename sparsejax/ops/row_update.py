@@ -336,7 +336,7 @@ def _by_rows(rule: RowRule, w: jax.Array, state: State) -> bool:
 
 
 def takes_rows(hidden: int, *, by_row: bool = False) -> bool:
-    """Whether the GPU program that sums gradients and updates rows takes this width.
+    """Whether the GPU program that sums gradients and updates rows supports this width.
 
     It takes multiples of 8 below 128, and multiples of 128 (for rules that work by row, up
     to 512).
@@ -347,7 +347,7 @@ def takes_rows(hidden: int, *, by_row: bool = False) -> bool:
 def step_of_arrays(
     rule: RowRule, state: State, count: jax.Array
 ) -> tuple[Callable, list[Float[Array, ""]]]:
-    """Step `count` as a function and scalars, as GPU programs take them.
+    """Step `count` as a function and its scalars, the arguments of GPU programs.
 
     Returns:
       A function of the list `[w, *state.values()]`, the gradient and the scalars, which returns
@@ -380,7 +380,7 @@ def _catch_up_of_arrays(rule: RowRule, state: State) -> CatchUp:
 def place_of(
     noise: Noise | None, step: jax.Array
 ) -> tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None:
-    """The noise's key for a step, and the first row, as GPU programs take them."""
+    """The noise's key for a step, and the first row, as arguments of GPU programs."""
     return None if noise is None else (noise.key(step), noise.first_row)
 
 

@@ -122,7 +122,7 @@ class Flattened:
 
 
 def unshare(variables: Sequence[nnx.Variable]) -> None:
-    """Copies each array that is referred to by others than its variable."""
+    """Copies each array to which others than its variable have references."""
     # Only `map` is used: this runs at each step, while the device waits.
     values = [variable.get_raw_value() for variable in variables]
     if max(map(sys.getrefcount, values), default=0) <= _holders_in_list():

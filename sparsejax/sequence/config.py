@@ -21,7 +21,7 @@ _MOST_PLACES = 2**28
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceConfig(ModelConfig):
-    """Settings of all sequence models. `SASRecConfig` and the others add their own.
+    """Settings of all sequence models. Subclasses such as `SASRecConfig` add further settings.
 
     >>> SequenceConfig.from_json({"version": 1, "model": "sasrec", "width": 64}).width
     64

@@ -224,7 +224,7 @@ class EventSizes:
 
     @property
     def without_lists(self) -> EventSizes:
-        """The columns without the lengths of lists, to compare them with others."""
+        """A copy without the lengths of lists, to compare columns that differ only in these."""
         users = None if self.users is None else self.users.without_lists
         ids = tuple(dataclasses.replace(each, most=None) for each in self.ids)
         return dataclasses.replace(self, ids=ids, users=users)
@@ -299,7 +299,7 @@ class EventSizes:
 
 
 class EventVectors(nnx.Module):
-    """The vector of an event, without that of its item.
+    """Computes vectors of events from event columns, to be added to item vectors.
 
     ::
 
