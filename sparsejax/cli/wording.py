@@ -1,4 +1,4 @@
-"""Messages of Python functions, in the words of the command line."""
+"""Converts messages of Python functions to the words of the command line."""
 
 import dataclasses
 import functools

@@ -69,7 +69,7 @@ def map_batches(
       frame: a data frame of Spark.
       function: function from batches to batches, as in `WorkerTask`.
       schema: schema of the batches that the function yields.
-      barrier: start all tasks at the same time, or none.
+      barrier: whether Spark starts all tasks at the same time, in a barrier stage.
       profile: resource profile of Spark for each task; None for the settings of the
         session.
     """
