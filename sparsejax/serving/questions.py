@@ -389,7 +389,7 @@ class Lists(_Ranked):
         return NameLists(names, indptr), kept
 
     def _check_histories(self, histories: Histories) -> None:
-        if getattr(self._model, "events", None) is not None:
+        if getattr(self._model.first, "events", None) is not None:
             raise ValueError(
                 f"{histories.path}: the model reads columns of events, which histories of users "
                 "do not bring to a service yet; leave it out, and send them with each request"

@@ -17,6 +17,7 @@ from sparsejax.kinds.histories.kind import KIND
 from sparsejax.options.training import Training
 from sparsejax.runs.folders import Folder
 from sparsejax.runs.publishing import Gate, measured
+from sparsejax.serving.histories import Histories
 from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor
 from sparsejax.serving.questions import form_of
 
@@ -441,6 +442,9 @@ def test_two_stages_read_columns_of_events(run, tmp_path):
         "users/plan": Tensor("", "BYTES", (1,), ["b"]),
         "user": Tensor("", "BYTES", (1,), ["u3"]),
     }
+    sj.read_sequences(later).save(tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match="rows.parquet: the model reads columns of e"):
+        form_of(predictor, Histories(tmp_path / "rows.parquet"))
     asked = Asked(None, {"exclude_seen": False}, tensors)
     question = form_of(predictor).question(asked, Limits())
     (given, _) = predictor.model.rows_of_names(
