@@ -261,8 +261,10 @@ def test_targets_on_disk_are_those_in_memory(wanted, tmp_path):
     assert scanned.with_targets(**wanted).fingerprint() != scanned.fingerprint()
     refused: list[dict[str, Any]] = [{"targets": "gift"}]
     refused.append({"targets": "buy", "weights": {"view": 1}})
+    refused += [{"weights": {"buy": 1, "view": -1}}, {"targets": []}]
+    texts = "^no event is of the kind 'gift'|^no event is a tar|^weights are finite"
     for wrong in refused:
-        with pytest.raises(ValueError, match="is of the kind 'gift'|no event is a tar"):
+        with pytest.raises(ValueError, match=texts):
             sj.fit(model, optimizer, scanned, **wrong)
 
 

@@ -124,7 +124,8 @@ class ScannedSequences(ScannedEntries[Histories]):
                 if self.weights is not None:
                     weights = events.weights_of(*self.weights)
             except ValueError as error:
-                problem = "is damaged: " if self.layout is None else ""
+                are_damaged = self.layout is None and events is self.events
+                problem = "is damaged: " * are_damaged
                 raise DataError.at(self.path, f"{problem}{error}") from error
         indptr = as_int32("indptr", rows.indptr)
         times = rows.columns.get("times")

@@ -194,12 +194,14 @@ class Events:
                 )
             found, missing = self[weights], self.schema.dense[weights].missing
             found = np.where(np.isnan(found), missing or 0, found)  # of a label
-        elif weights is not None:
-            wanted = weights if targets is None else targets
-            if not any(weights[kind] for kind in weights if kind in wanted):
+        else:
+            given = dict.fromkeys(targets or (), 1) if weights is None else weights
+            checked_weights(np.array([*given.values()]), len(given))
+            wanted = given if targets is None else targets
+            if not any(given[kind] for kind in given if kind in wanted):
                 raise ValueError("no event is a target with a positive weight")
             found = np.zeros_like(found)
-            for kind, weight in weights.items():
+            for kind, weight in given.items():
                 found = np.where(self.are_of(kind), np.float32(weight), found)
         if targets is not None:
             found = np.where(self.are_of(*targets), found, 0)
