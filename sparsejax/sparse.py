@@ -352,7 +352,7 @@ class CSR:
         return CSR(data, by_column.rows, indptr, num_cols=self.num_rows)
 
     def with_transposed(self) -> CSR:
-        """The same matrix, or stack of matrices, with its entries also by column.
+        """This matrix, or stack of matrices, with its entries also sorted by column.
 
         A row gradient begins with this sort. It depends on the indices only, so it can
         be done for many steps at once, and stays valid when `data` is replaced.

@@ -67,7 +67,7 @@ _BLOCK = 8192
 
 
 class Range(NamedTuple):
-    """Adjacent hands.
+    """A range of adjacent hands (virtual shards).
 
     Attributes:
       first: number of the first hand.
@@ -106,7 +106,7 @@ class Place(NamedTuple):
     """The position of a table's rows in its stack: ints, or arrays with a number for each id.
 
     Attributes:
-      first: number of its id 0 among the rows of all tables of its range.
+      first: position of the table's id 0 among the rows of all tables that share its range.
       bits: logarithm of the number of hands of the range, to the base 2.
       hand: number of the first hand of the range.
       slot: number of the first slot of the range in each of its hands.

@@ -410,7 +410,7 @@ def to_host(array: jax.Array) -> np.ndarray:
 
 
 def to_host_in_pieces(array: jax.Array) -> Iterator[np.ndarray]:
-    """Yields the array some rows at a time, in every process. All must take all pieces."""
+    """Yields the array some rows at a time, in every process; all must iterate to the end."""
     return iter([np.asarray(array)]) if _is_here(array) else exchanged(array)
 
 

@@ -272,8 +272,8 @@ class Evaluation:
     def of_epoch(
         self, as_ranker: Callable[[nnx.Module], Recommender]
     ) -> Callable[..., dict[str, float]]:
-        """A function that measures a model after an epoch of `fit`: only metrics at the
-        cut-offs.
+        """Makes a function that measures a model after an epoch of `fit`. It returns only the
+        metrics at the cut-offs `ks`, without groups.
         """
 
         def measured(
