@@ -39,7 +39,8 @@ def page(models: Sequence[str], titles: Mapping[str, str] | None = None) -> Resp
     script = (folder / "page.js").read_text()
     text = (folder / "page.html").read_text()
     options = "".join(f"<option>{html.escape(name)}</option>" for name in models)
-    # Names of models replace their mark first, so that no name can replace the mark of the script.
+    # A model's name may look like a mark such as @SCRIPT@. Its "@" is escaped, so that it is not
+    # replaced below.
     text = text.replace("@MODELS@", options.replace("@", "&#64;"))
     text = text.replace("@SCRIPT@", script)
     text = text.replace("@TITLES@", data)

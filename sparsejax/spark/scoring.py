@@ -48,7 +48,7 @@ def _bound(cpus: int) -> None:
     """
     for name in ("NPROC", "PJRT_NPROC"):  # XLA's threads on a CPU
         os.environ.setdefault(name, str(cpus))
-    # Other processes may use the GPU before, during and after this process.
+    # Other processes use the same GPU before and after this one.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     pa.set_cpu_count(cpus)
 
