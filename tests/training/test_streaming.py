@@ -1,7 +1,9 @@
 """Training on data that stays on disk."""
 
 import contextlib
+import gc
 import threading
+import weakref
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import scipy.sparse
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.engine.train.dispatch import epoch_order
+from sparsejax.engine.train.dispatch import Epochs, epoch_order
 from sparsejax.engine.train.resident import Resident
 from sparsejax.engine.train.streaming import Stream
 from sparsejax.kinds.items.job import scanned_items
@@ -174,6 +176,21 @@ def test_the_next_chunk_is_read_ahead(path, monkeypatch):
     monkeypatch.setattr(type(scanned), "read", None)
     assert stream.on_device(0, None).num_rows == stream.chunks[0]
     stream.close()
+
+
+def test_a_chunk_is_freed_before_the_next_one_is_placed(path):
+    stream = Stream(scanned_items(sj.data.scan_parquet(path, chunk_rows=90)), None)
+    placed, alive = [], []
+    gc.disable()  # a device whose memory is full does not start the collector
+    try:
+        for dispatch in Epochs(stream, batch_size=64, num_epochs=1).dispatches(0):
+            placed.append(weakref.ref(dispatch.data))
+            del dispatch
+            alive.append(sum(data() is not None for data in placed))
+    finally:
+        gc.enable()
+        stream.close()
+    assert alive == [1] * len(stream.chunks)
 
 
 def test_all_but_the_first_chunk_are_read_ahead(path, monkeypatch):

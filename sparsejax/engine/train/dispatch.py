@@ -193,22 +193,31 @@ class Epochs:
             full = one_chunk and (len(rows) - position) % steps == 0
         sizes = Sizes(capacities, steps, sorts_ahead(), full, padded and not full)
 
-        def made(first: int) -> Dispatch | None:
-            if first >= len(rows):
-                return self._first_after(data, epoch)
-            steps = np.arange(first, min(first + sizes.steps, len(rows)))
-            left = data.num_rows - steps * self.batch_size
-            return Dispatch(
-                data=data,
-                rows=rows,
-                first=first,
-                examples=np.minimum(self.batch_size, left),
-                sizes=sizes,
-                is_last=first + len(steps) == len(rows),
-                after=functools.partial(made, first + sizes.steps),
-            )
+        make = functools.partial(self._made, data, rows, sizes, epoch)
+        yield from filter(None, map(make, range(position, len(rows), sizes.steps)))
 
-        yield from filter(None, map(made, range(position, len(rows), sizes.steps)))
+    def _made(
+        self, data: Resident, rows: jax.Array, sizes: Sizes, epoch: int, first: int
+    ) -> Dispatch | None:
+        """The dispatch from step `first` on; behind the last step, the first one of the next epoch.
+
+        It is no nested function, which would refer to itself and so keep the data of a chunk in
+        memory until garbage is collected.
+        """
+        if first >= len(rows):
+            return self._first_after(data, epoch)
+        steps = np.arange(first, min(first + sizes.steps, len(rows)))
+        left = data.num_rows - steps * self.batch_size
+        following = data, rows, sizes, epoch, first + sizes.steps
+        return Dispatch(
+            data=data,
+            rows=rows,
+            first=first,
+            examples=np.minimum(self.batch_size, left),
+            sizes=sizes,
+            is_last=first + len(steps) == len(rows),
+            after=functools.partial(self._made, *following),
+        )
 
     def _first_after(self, data: Resident, epoch: int) -> Dispatch | None:
         """The first dispatch of the next epoch; None if this is the last epoch, or if data is in
