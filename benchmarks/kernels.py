@@ -714,7 +714,7 @@ def _liger(shape: tuple) -> dict[str, Callable]:
         LigerFusedLinearCrossEntropyFunction as Function,
     )
 
-    # By default liger-kernel processes (tokens * hidden / items) tokens at a time: one token if there
+    # By default liger-kernel takes (tokens * hidden / items) tokens at a time: one token if there
     # are many items. Larger chunks are faster: here they have 2^30 scores.
     tokens, hidden, items = shape
     size = min(tokens, 2 ** (2**30 // items).bit_length() // 2)

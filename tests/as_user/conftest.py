@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-# Before JAX is imported. Workers of xdist have caches of their own.
+# This must run before JAX is imported. Workers of xdist have separate caches.
 for _name in [name for name in os.environ if name.startswith(("JAX_", "XLA_"))]:
     del os.environ[_name]
 _cache = tempfile.TemporaryDirectory(prefix="sparsejax-as-user-")
@@ -26,7 +26,8 @@ from as_user.programs import Program
 from sparsejax.cli.main import main
 
 RECORD = (
-    "programs"  # a property of a test: its programs, and the seconds of the reference
+    # The name of a test's property: its programs, and the seconds of the reference.
+    "programs"
 )
 
 

@@ -18,9 +18,9 @@ from collections.abc import Generator
 import jax
 import jax.numpy as jnp
 
-# A program may take so many times the processor seconds of the reference. On two quiet cores
-# the reference takes .5 seconds, and the largest programs, the steps of DeepFM and of
-# wide-and-deep models, 8: 15 times as many. On a busy machine single programs took half more.
+# A program may take this many times the processor seconds of the reference. On two quiet cores the
+# reference takes 0.5 seconds; the largest programs, the steps of DeepFM and of wide-and-deep
+# models, take 8, 15 times as many. On a busy machine some programs took half as long again.
 MOST = 25
 
 _COMPILING = "/jax/core/compile/backend_compile_duration"
@@ -87,7 +87,7 @@ def reference_seconds() -> float:
         return jnp.sum(x)
 
     seconds = []
-    for rows in (16, 32, 48):  # shapes differ, so that each is compiled
+    for rows in (16, 32, 48):  # shapes differ, so that each program is compiled
         shapes = jax.ShapeDtypeStruct((rows, 64), "float32"), jnp.zeros((64, 64))
         with recorded() as programs:
             jax.jit(jax.grad(chain)).lower(*shapes).compile()

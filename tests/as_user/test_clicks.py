@@ -21,7 +21,7 @@ def run(folder, sparsejax) -> sj.Run:
 def test_is_better_than_the_base_rate(run, sparsejax, capsys):
     sparsejax("evaluate run parts/heldout.parquet")
     measured = json.loads(capsys.readouterr().out.splitlines()[-1])
-    # The planted odds have .8; by the base rate alone it is .5.
+    # The planted odds have an AUC of 0.8; a constant prediction has 0.5.
     assert measured["auc"] > 0.7
 
 

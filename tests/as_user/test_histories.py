@@ -7,7 +7,7 @@ from as_user import shops
 
 import sparsejax as sj
 
-# By default 300 epochs, which take minutes. The sizes of programs do not depend on it.
+# The default is 300 epochs, which take minutes. Program sizes do not depend on it.
 EPOCHS = 12
 
 

@@ -66,7 +66,8 @@ def test_ease_is_the_closed_form(items, form):
 @pytest.mark.parametrize(("items", "k", "shrink"), [(1, 3, 0), (7, 3, 2.5), (7, 9, 0)])
 @pytest.mark.parametrize("values", [False, True])
 def test_nearest_items(monkeypatch, items, k, shrink, form, values):
-    monkeypatch.setattr("sparsejax.ops.item_weights._BLOCK", 40)  # some blocks
+    # Small, so that there are several blocks.
+    monkeypatch.setattr("sparsejax.ops.item_weights._BLOCK", 40)
     x = awkward(items, values=values)
     ids, cosines = nearest_items(x, k, shrink=shrink, implementation=form)
     found = np.zeros((items, items))
@@ -97,9 +98,10 @@ def test_they_recommend_as_other_models_do(name):
     expected = -np.sort(-scores, axis=1)
     np.testing.assert_allclose(found.scores[:, :7], expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(found.ids[:, 7:], -1)
-    assert (found.ids[3] == -1).all()  # it has every item
+    assert (found.ids[3] == -1).all()  # this row has every item
     empty = found.ids[0, :7]
-    np.testing.assert_array_equal(empty, np.arange(7))  # ties go to the lower number
+    # Among equal scores, the lower number comes first.
+    np.testing.assert_array_equal(empty, np.arange(7))
     # Among candidates, and beside popularity, in which each item has an entry: one without
     # ranks behind all candidates.
     heldout = random_csr(25, 7, 0.3, seed=5)

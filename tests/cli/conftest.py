@@ -36,7 +36,7 @@ def small(tmp_path) -> list[str]:
     """Arguments that train a tiny model for an epoch into `tmp_path / "run"`."""
     path = write_lines(tmp_path / "small.txt", checkerboard()[0])
     argv = ["train", path, "--run", str(tmp_path / "run"), *NETWORK, "--epochs", "1"]
-    # It compiles fastest, and a resume may raise the number of epochs.
+    # SGD compiles fastest. Without decay, a resumed training may have more epochs.
     return [*argv, "--optimizer", "sgd", "--decay", "none"]
 
 

@@ -69,7 +69,7 @@ def test_the_auc_is_that_of_the_model_that_drew_the_clicks(clicks, capsys):
     assert measured["groups"] == USERS
     assert measured == sj.evaluate(model, test, groups="user")
 
-    # What is saved is read as the file that it was made of.
+    # A saved data set must be read like the file that it was made from.
     test.save(clicks / "test.parquet")
     assert main(["evaluate", str(clicks / "run"), str(clicks / "test.parquet")]) == 0
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -148,7 +148,7 @@ def test_the_calibration_curve_has_parts_of_equal_size():
     middle = (np.arange(20) + 0.5) / 20
     np.testing.assert_allclose(points[:, 0], middle, atol=0.01)
     np.testing.assert_allclose(points[:, 1], middle**2, atol=0.03)
-    # Equal predictions are not parted, and few examples are parts of their own.
+    # Equal predictions are not separated, and with few examples each is its own part.
     same = calibration_curve(np.full(5, 0.25), np.array([0, 0, 1, 0, 0]))
     assert same == [(0.25, pytest.approx(0.2))]
     assert calibration_curve(np.array([0.9, 0.1]), np.array([1, 0])) == [

@@ -14,7 +14,7 @@ from sparsejax.cli.main import main
 @pytest.mark.filterwarnings("ignore:recommending the most popular")
 def test_a_better_run_is_told_from_a_worse_one(board, tmp_path, capsys):
     worse = str(tmp_path / "worse")
-    # Trained by the same programs, on other items of as many.
+    # The second run shares its programs: it is trained on other items, equally many.
     names = np.random.default_rng(0).permutation(board.train.feature_names)
     other = dataclasses.replace(board.train, feature_names=names)
     argv = ["train", write_lines(tmp_path / "other.txt", other), "--run", worse]

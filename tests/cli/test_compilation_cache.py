@@ -72,7 +72,7 @@ def test_programs_are_found_again(similar, programs, folder):
 def test_what_training_compiles_is_once_and_for_all(
     small, folder, tmp_path, beside, monkeypatch
 ):
-    if beside:  # as on a GPU
+    if beside:  # as on a GPU, programs are compiled in other threads
         monkeypatch.setattr(kept_programs, "may_compile_beside", lambda: True)
         monkeypatch.setattr(kept_programs, "_without_cache", contextlib.nullcontext)
     path, run = small[1], small[3]
@@ -89,11 +89,11 @@ def test_what_training_compiles_is_once_and_for_all(
         jax.clear_caches()
         assert main(argv) == 0
         counts.append(len(list(ready.glob("*.program"))))
-    # Its order, steps, checksums and flush; then the rankings of the model and of the
-    # baseline, and what measures both; then rankings without what a row has.
+    # First the order, steps, checksums and flush of training; then the rankings of model and
+    # baseline, and their metrics; then rankings without exclusions.
     assert counts == [4, 7, 8, 8]
     kept = Counter(file.name.partition("-")[0] for file in folder.glob("*-cache"))
-    # What NumPy makes needs no programs.
+    # Arrays made by NumPy need no programs.
     assert not {"jit_convert_element_type", "jit_broadcast_in_dim"} & kept.keys()
 
 
@@ -169,14 +169,14 @@ def test_damaged_programs(damage, similar, programs, folder):
         file.write_bytes(content[:size])
     out, err = similar()
     assert out == expected.out
-    # On a slow machine a line also says for how long a program is being compiled.
+    # On a slow machine, a further line says how long a program has been compiling.
     assert err.count("warning:") == 1
     assert f"the compiled programs in {folder} are damaged and were removed" in err
     programs()
     for _ in range(2):
         out, err = similar()
         assert out == expected.out and "warning:" not in err
-    assert programs()[1] == asked  # the last one found all
+    assert programs()[1] == asked  # the last command found all programs
 
 
 def test_a_folder_that_cannot_be_made(similar, tmp_path):
@@ -200,7 +200,7 @@ def test_no_room_for_programs(similar, folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert out == expected.out and err.count("\n") == 1
     assert f"compiled programs are no longer kept in {folder}: OSError" in err
-    similar()  # finds one that was cut off, and removes it
+    similar()  # this command finds a truncated program, and removes it
     assert similar() == expected
 
 

@@ -27,7 +27,7 @@ WHICH = "--label click --dense age --categories user"
 TUNE = "--run tuned --trials 1 --epochs 1 --hidden 4 --linear None --optimizer sgd"
 PLAN = "plan --items 20 --rows 60 --entries 300 --memory 1GB"
 
-# Words of a flag, for the commands that have it; DATA is the file that is read.
+# The arguments of a flag, for commands that have it; DATA is replaced by the file to read.
 NETWORKS = {
     "--hidden": "0",
     "--activation": "nosuch",
@@ -42,7 +42,7 @@ NETWORKS = {
     "--param-dtype": "bfloat16",
     "--linear": "0",
 }
-NO_MEMORY = "--normalize", "--precision"  # so that `plan` does not have them
+NO_MEMORY = "--normalize", "--precision"  # `plan` does not have these flags
 CONTENT = {"--item-features": "nosuch", "--columns": "nosuch", "--words": "nosuch"}
 HISTORIES = {"--width": "0", "--blocks": "0", "--heads": "0"}
 DEVICES = {
@@ -64,7 +64,7 @@ SECOND = {
 }
 COUNTING = {"--unknown": "skip", "--unknown-users": "skip", "--keep-seen": ""}
 CHOSEN = {"--exclude-items": "nosuch", "--only-items": "nosuch", "--k": "0"}
-# The commands that read interactions, with a run and a file.
+# Commands that read interactions, with a run and a file.
 READERS = {
     "train": f"train DATA --run out {TINY}",
     "evaluate": "evaluate RUN DATA held.csv",
@@ -76,7 +76,7 @@ READERS = {
     "report": "report RUN --train DATA --test held.csv",
     "vectors": "vectors RUN --data DATA --out out.npz",
 }
-# By flag the run, the file and the words before, and the words that change the outcome.
+# For each flag: the run, the file, the basic arguments, and arguments that change the outcome.
 READING = {
     "--user": ("items", "events.csv", "--user nosuch"),
     "--item": ("items", "events.csv", "--item nosuch"),
@@ -107,7 +107,8 @@ CLICKS = {
     "split": "split clicks.csv --by rows --fraction .5 --out out",
     "plan": "plan --memory 1GB --model wide_deep --examples clicks.csv",
 }
-# By command, the words before and those of each flag, if the flag's name and a value will do.
+# For each command: the basic arguments, and the values of flags for which a name and a value
+# suffice.
 OWN = {
     f"train events.csv --run out {TINY}": {
         **NETWORKS,
@@ -344,7 +345,7 @@ OWN = {
     "export-triton out.predictor models": {"--name": "a/b", "--shapes": "nosuch"},
     "demo --report nosuch/page": {"--report": "elsewhere/page"},
 }
-# What is observed here is that programs are kept nowhere, as no folder can be made.
+# The observed outcome is that programs are not cached, because no folder can be made.
 UNCACHED = {
     "train": "train nosuch --run out",
     "tune": "tune nosuch",
@@ -372,7 +373,7 @@ def _cases() -> dict[tuple[str, str], tuple[str, str]]:
             found[before.split()[0].replace("-", ""), flag] = before, after
     for command, words in READERS.items():
         for flag, (run, data, after) in READING.items():
-            # The format of `convert` is called --from.
+            # In `convert`, the flag for the format is --from.
             if (command, flag) not in {
                 ("convert", "--format"),
                 ("prepare", "--no-time"),
@@ -392,7 +393,7 @@ def _cases() -> dict[tuple[str, str], tuple[str, str]]:
 
 
 CASES = _cases()
-# By the name of its folder, the command that makes a run.
+# For each run folder, the command that makes the run.
 RUNS = {
     "items": f"train events.csv --run items {TINY}",
     "valued": f"train events.csv --run valued --value timestamp {TINY}",
@@ -455,7 +456,8 @@ def carried_out(words: str, runs: frozenset, world: pathlib.Path, folder: pathli
     ):
         try:
             status = main(words.split())
-        except RuntimeError as error:  # --distributed, where JAX has devices already
+        except RuntimeError as error:
+            # --distributed raises this, as JAX already has devices.
             status = str(error)
     files = {
         path.relative_to(folder).as_posix(): re.sub(
@@ -493,7 +495,8 @@ def test_a_flag_changes_what_is_done(
         request.getfixturevalue("no_kept_programs")
         monkeypatch.setenv("XDG_CACHE_HOME", str(world / "events.csv"))
     words = f"{before} {after}"
-    runs = frozenset(RUNS.keys() & words.split())  # the same for both
+    # The existing runs are equal for both commands.
+    runs = frozenset(RUNS.keys() & words.split())
     if (before, runs) not in outcomes:
         folder = tmp_path / "before"
         outcomes[before, runs] = carried_out(before, runs, world, folder)

@@ -27,7 +27,7 @@ def test_evaluate_finds_what_was_held_out(board, capsys):
     lines = capsys.readouterr().out.splitlines()
     measured = json.loads(lines[-1])
     assert measured["users"] == USERS
-    # Everything of the user's colour that it does not have yet is held out.
+    # All items of the user's colour that it does not have yet are held out.
     assert measured["recall@2"] > 0.95
     assert measured["popularity_recall@2"] < 0.6
     assert {"ndcg@2", "precision@2", "truncated_recall@2"} < measured.keys()
@@ -140,7 +140,7 @@ def test_evaluate_counts_unknown_items(board, tmp_path, capsys):
     assert (skipped["users"], skipped["users_unknown"]) == (40, 20)
     for name in ("recall@2", "ndcg@2", "popularity_map@2"):
         assert missed[name] == pytest.approx(skipped[name] * 40 / 60)
-    # Of new users: what is new is held out as often as anything else.
+    # For new users: new items are held out as often as others.
     argv = [board.run, str(test), "--fold-in", "0.5", "--popularity", board.files[0]]
     folded, _ = measured_by(argv, capsys)
     heldout = read(test).split(0.5, seed=0)[1]
@@ -162,7 +162,7 @@ def test_evaluate_repeats(board, tmp_path, capsys):
     assert json.loads(printed.splitlines()[-1])["hit_rate@2"] < 0.51
     kept, _ = measured_by([*argv, "--keep-seen"], capsys)
     assert kept["hit_rate@2"] > 0.6
-    # All of it.
+    # Both files are equal, so all held-out entries are excluded.
     assert main(["evaluate", board.run, board.files[0], board.files[0]]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert "held-out entries of known items are excluded" in line
@@ -194,7 +194,7 @@ def test_evaluate_with_several_histories(board, tmp_path, capsys):
         evaluate(model, shown, later, k=2, popularity=train)
     )
     assert measured["users"] == 61 and measured["hit_rate@2"] > 0.95
-    # What is shown in another file is excluded, too.
+    # Items that another file shows are excluded, too.
     alone, _ = measured_by(argv[:3], capsys)
     assert alone["mrr@2"] < measured["mrr@2"]
     argv = ["evaluate", board.run, board.files[0], "--fold-in", "0.5", *argv[3:]]
@@ -223,14 +223,14 @@ def test_evaluate_beside_baselines(board, capsys):
         found = evaluate(model, train, heldout, k=2)
         for metric in ("ndcg@2", "coverage@2", "gini@2", "mean_popularity@2"):
             assert measured[f"{name}_{metric}"] == pytest.approx(found[metric])
-    # The colours are clear to both.
+    # Both baselines detect the colours.
     assert measured["ease_recall@2"] > 0.95 > measured["popularity_recall@2"]
     assert main(["evaluate", *argv, "--k", "2"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["model", "popularity", "item_knn", "ease"]
     row = next(row for row in rows if row.startswith("coverage@2 ")).split()
     assert float(row[4]) == pytest.approx(measured["ease_coverage@2"], abs=1e-4)
-    # Rows to be measured on would be a part of the training data.
+    # Rows to be measured would be a part of the training data.
     argv = ["evaluate", board.run, board.files[0], "--fold-in", "0.5", "--baselines"]
     assert main(argv) == 1
     assert "--baselines with --fold-in needs --popularity" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def test_one_model_from_a_file_to_recommendations(folder, capsys):
     assert main(["vectors", *vectors]) == 0
     assert np.load(folder / "users.npz")["vectors"].shape == (80, 16)
 
-    # Baselines see what the model sees, without its order.
+    # Baselines are given the model's input, without its order.
     argv = ["evaluate", home, *files, "--k", "3", "--baselines"]
     assert main(argv) == 0
     table = capsys.readouterr().out.splitlines()
@@ -71,7 +71,7 @@ def test_one_model_from_a_file_to_recommendations(folder, capsys):
     found = sj.evaluate(sj.baselines.ease(rows), rows, wanted, k=3)
     assert json.loads(table[-1])["ease_ndcg@3"] == pytest.approx(found["ndcg@3"])
 
-    # The same in Python, on the model of the best epoch.
+    # The commands' results must equal those in Python, of the model of the best epoch.
     model, names = sj.load_model(home)
     data, heldout = (sj.read_sequences(file, features=names) for file in files)
     found = sj.evaluate(model, data, heldout, k=3, exclude=None)

@@ -172,14 +172,14 @@ def tuned(out: pathlib.Path) -> int:
     assert parameters(best)
     sj.NetworkConfig.from_json(json.loads((out / "network.json").read_text()))
     lines = [json.loads(line) for line in (out / "trials.log").read_text().splitlines()]
-    # As Optuna's journal calls the end of a trial, and its state.
+    # Codes of a trial's end and its state in Optuna's journal.
     return sum(line["op_code"] == 6 and line["state"] in (1, 2) for line in lines)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_killed_command_is_repeated(name, shop, tmp_path):
     case, places, chance = CASES[name], Places(shop, tmp_path), random.Random(name)
-    # The second one finds the programs of the first, as those that are killed do.
+    # The second run finds the compiled programs of the first, as the killed commands do.
     run(case.argv, places.new())
     whole = places.new()
     began, first = time.monotonic(), 0.0
@@ -195,9 +195,9 @@ def test_a_killed_command_is_repeated(name, shop, tmp_path):
     while killed < KILLS:
         folder = places.new()
         process = begin(case.argv, folder)
-        if case.out is None or killed % 5 < 2:  # at any time
+        if case.out is None or killed % 5 < 2:  # the command is killed at any time
             time.sleep(chance.uniform(0, took))
-        else:  # as it writes, mostly near the end
+        else:  # the command is killed while it writes, mostly near the end
             while process.poll() is None and not any(written(folder)):
                 time.sleep(0.001)
             time.sleep(chance.uniform(0, writes))
@@ -213,7 +213,7 @@ def test_a_killed_command_is_repeated(name, shop, tmp_path):
         elif name == "tune":
             assert tuned(folder / case.out) == tuned(whole / case.out) == 3
         elif name == "train --export-to":
-            # It writes a version more if it was killed after the first one.
+            # A command killed after its first version writes a further version.
             found, expected = contents(folder / case.out), contents(whole / case.out)
             assert {*found} <= {"1/model.predictor", "2/model.predictor"} >= {*expected}
             assert all(each in expected.values() for each in found.values())

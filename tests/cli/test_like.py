@@ -125,7 +125,7 @@ def test_from_the_schema_to_a_predictor(
     assert run.model.like == {"seen": "item"}
     assert run.evaluate("test.jsonl")["auc"] > 0.7
 
-    # An item that only the lists of Tuesday have gets one row, for both columns.
+    # An item that is only in Tuesday's lists gets one row, for both columns.
     more = ["train", "tuesday.jsonl", "--from", "monday", "--run", "tuesday"]
     assert main([*more, *how]) == 0
     tuesday = sj.Run.load("tuesday")
@@ -134,7 +134,7 @@ def test_from_the_schema_to_a_predictor(
 
     tuesday.export("shop.predictor")
     rows = made(2, 2)
-    # Of more ids than a DIN reads these are the last ones.
+    # Only the last of these ids are read, as there are more than a DIN reads.
     rows[0]["seen"] = ["i9"] * 20 + [f"i{i % 7}" for i in range(50)]
     records = {name: [row[name] for row in rows] for name in ("item", "seen")}
     predictor = sj.load_predictor("shop.predictor")

@@ -95,7 +95,8 @@ def test_plan_with_content(tmp_path, capsys):
     argv = ["plan", "--items", "1024", "--rows", "90", "--entries", "900"]
     argv += ["--model", "sasrec", "--memory", "1GB", "--item-features", str(path)]
     assert main(argv) == 0
-    # Two tags and the price of 100 items, of which no two are in one of 256 parts.
+    # Two tags and the price for each of 100 items. No two of these items are in one of the 256
+    # parts.
     sizes = ContentSizes(tags=5, entries=3)
     config: Any = SequenceConfig.from_json({"version": 1, "model": "sasrec"})
     how = recipe(config, 90)

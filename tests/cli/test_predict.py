@@ -36,11 +36,11 @@ def test_predict_recommends_the_users_colour(board, tmp_path):
     assert np.mean(right) > 0.95
     for scores in found.values():
         assert list(scores.values()) == sorted(scores.values(), reverse=True)
-    # It is the default.
+    # This is the default format.
     first = out.read_text()
     assert main([*argv, "--k", "2"]) == 0
     assert out.read_text() == first
-    # Written again, without an exclusion, it is replaced.
+    # The file is replaced; this time nothing is excluded.
     assert main([*argv, "--k", "8", "--keep-seen"]) == 0
     for user, items in recommendations(out).items():
         assert {int(item[4:]) % 2 for item in items} == {int(user[5:]) % 2}
@@ -117,7 +117,7 @@ def test_sold_out_items_are_recommended_to_nobody(board, tmp_path, capsys):
     argv_ = [*argv, "--keep-seen", "--exclude-items", "item3"]
     assert main([*argv_, "--only-items", str(tmp_path / "sold.txt")]) == 0
     assert set(map(tuple, recommendations(out).values())) == {("item8",)}
-    # The best are as without, but for these items.
+    # The best items are those without the flag, minus the excluded items.
     names = board.train.feature_names.tolist()
     run = sj.Run.load(board.run)
     every, some = (
@@ -160,7 +160,7 @@ def test_predict_for_some_users(board, tmp_path, monkeypatch, capsys):
     assert re.search(
         "--users: 1 of 2 .*'nobody'; leave them out; .*no file.* as DATA", error
     )
-    assert "missing=" not in error  # an argument of Python
+    assert "missing=" not in error  # `missing=` is an argument in Python, not a flag
     pathlib.Path("users.txt").write_text("\n")
     assert main([*argv, "--out", str(some), "--users", "users.txt"]) == 1
     assert "users.txt: holds no names" in capsys.readouterr().err

@@ -98,11 +98,11 @@ def test_everything_is_on_the_page(tmp_path):
     )
     for text in ("My run", "ann", "coffee · milk", "batch_size512", "4,321 users"):
         assert text in found.text
-    # Found and held out: in either list, and nothing else.
+    # The item that was held out and found is marked in both lists, and no other item is.
     assert found.text.count("rye ✓") == 2 and found.text.count("✓") == 2
     assert "best ndcg@20, epoch 2" in found.text and "0.3" in found.text
     assert "first.kernel256 x 4float321,024" in found.text
-    # Two kernels of 256 rows and their biases.
+    # Two kernels of 256 rows, and their biases.
     assert f"{2 * 256 * 4 + 4 + 256:,}parameters" in found.text
     assert "recall@20 ↑0.50000.2500" in found.text.replace("\n", "")
     widths = [a["style"] for a in found.all("i") if "style" in a]
@@ -151,7 +151,7 @@ def test_rows_give_intervals(tmp_path):
     rows = sj.metrics.Rows(None, {"recall@2": figures})
     measured = sj.metrics.Measured({"recall@2": 0.5, "coverage@2": 0.1}, rows)
     low, high = measured.intervals()["recall@2"]
-    # A share of 1/2 in 100 rows: 1.96 times 0.05 to either side.
+    # For a share of 1/2 in 100 rows, the interval is 1.96 times 0.05 to either side.
     np.testing.assert_allclose([low, high], [0.402, 0.598], atol=0.02)
     text = page(tmp_path, model_of(), [], measured=measured).text.replace("\n", "")
     assert f"recall@2 ↑0.5000{low:.3f} to {high:.3f}coverage@2" in text.replace(
@@ -168,7 +168,7 @@ def test_curves_go_through_the_values(tmp_path):
     loss = found.all("polyline")[0]["points"]
     places = np.array([p.split(",") for p in loss.split()], float)
     assert (np.diff(places[:, 0]) > 0).all() and np.ptp(np.diff(places[:, 0])) < 0.2
-    # Downwards in SVG is up: losses 9, 4.5, 3 on a line.
+    # In SVG, y grows downwards. The losses 9, 4.5 and 3 must be drawn in proportion.
     slope = (places[1, 1] - places[0, 1]) / (places[2, 1] - places[0, 1])
     assert slope == pytest.approx(4.5 / 6, abs=0.01)
     assert "epoch 2: 4.5" in found.text
@@ -235,7 +235,7 @@ def test_long_lists_are_cut(tmp_path):
 
 def test_examples_are_rows_with_something_to_find(tmp_path):
     dense = np.ones((5, 9), bool)
-    dense[1, 2:] = False  # too few to go by
+    dense[1, 2:] = False  # these are too few values to choose by
     dense[:, 6:] = False
     shown = sj.SparseDataset.from_scipy(scipy.sparse.csr_array(dense))
     held = np.zeros((5, 9), bool)
@@ -250,7 +250,7 @@ def test_examples_are_rows_with_something_to_find(tmp_path):
     assert len(report.examples_of(model_of(9), shown, rows=3)) == 3
     kept = report.examples_of(model_of(9), shown, heldout, k=9, keep_seen=True)
     assert all(set(example.recommended) > {"0", "1"} for example in kept)
-    # Where every row is short, the longest will do.
+    # If all rows are short, the longest one is chosen.
     few = shown.align_rows(["1"])
     assert [e.row for e in report.examples_of(model_of(9), few)] == ["1"]
 
@@ -316,7 +316,7 @@ def test_what_a_history_or_the_metrics_lack_is_left_out(tmp_path, history, measu
     assert ("loss, epoch" in found.text) == ("loss" in drawn)
     assert ("examples/s (median)" in found.text) == ("examples_per_second" in drawn)
     assert ("best auc, epoch 1" in found.text) == ("auc" in drawn)
-    # A name and its number stand beside each other.
+    # A name and its number are in neighbouring cells.
     for name in measured or ():
         if name in CLICKS:
             arrow = {"auc": "↑", "calibration": "→ 1"}.get(name, "↓")

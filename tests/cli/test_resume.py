@@ -19,7 +19,7 @@ from sparsejax.runs import folders, linear_parts, training
 
 
 def test_resume_continues_with_more_epochs(small, tmp_path, capsys):
-    assert main([*small, "--resume"]) == 0  # nothing there yet: begins
+    assert main([*small, "--resume"]) == 0  # there is no run yet, so training begins
     assert main(small) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("sparsejax: error: ") and "--resume" in error
@@ -115,7 +115,8 @@ def test_validation_is_the_same_in_another_order_of_rows(small, tmp_path, capsys
 
 
 def test_resume_where_no_checkpoint_is_begins(small, tmp_path):
-    (tmp_path / "run").mkdir()  # killed before its settings were written
+    # As if the command had been killed before its settings were written.
+    (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".1f.tmp").touch()
     assert main([*small, "--resume"]) == 0
     assert folders.load_run(tmp_path / "run")[0].seed == 0
@@ -132,7 +133,8 @@ def test_an_interrupt_says_how_to_go_on(small, tmp_path, monkeypatch, capsys):
         "sparsejax: interrupted before a checkpoint was saved; repeat the command to "
         "begin again"
     )
-    assert not (tmp_path / "run").exists()  # so that the same command can begin
+    # The folder is removed, so that the same command can begin again.
+    assert not (tmp_path / "run").exists()
     assert main(small) == 0
     capsys.readouterr()
     with monkeypatch.context() as patch:
@@ -169,7 +171,7 @@ def test_a_run_folder_is_one_trainings(small, tmp_path, capsys):
     assert main(small) == 0
     folder = tmp_path / "run"
     before = (folder / "run.json").read_bytes()
-    for held in (folder, folder / "checkpoints"):  # by `train`, by `fit`
+    for held in (folder, folder / "checkpoints"):  # locked by `train`, then by `fit`
         with locks.locked(held):
             assert main([*small, "--resume", "--epochs", "2"]) == 1
         error = capsys.readouterr().err.splitlines()[-1]

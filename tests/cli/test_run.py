@@ -85,7 +85,7 @@ def test_a_run_folder_with_any_field_of_another_value(board, tmp_path):
     text = (folder / "run.json").read_text()
     values = [None, True, -1, 1e308, math.nan, 10**400, "", "x", [], [[]], {}, {"a": 1}]
     for i, path in enumerate(_places(json.loads(text))):
-        # Those of all for each field are many.
+        # All combinations of values would be too many.
         for value in [values[i % 12], values[(i + 5) % 12], "missing"]:
             document = json.loads(text)
             place = document
@@ -104,9 +104,9 @@ def test_a_run_folder_with_any_field_of_another_value(board, tmp_path):
                 settings, _ = folders.load_run(folder)
                 folders.checkpoints_of(folder, settings).check()
             except ValueError as error:
-                # The tests' own check of types comes before the code's.
+                # The type check of the tests is made before the code's own check.
                 assert "\n" not in str(error) or "Type-check error" in str(error)
                 continue
-            # What a checkpoint is not known by, or the same in other words.
+            # Arguments that a checkpoint does not store, or that are stored in another form.
             unknown = {("num_epochs",), ("data",), ("validation_split",), ()}
             assert path in unknown or settings == folders.load_run(board.run)[0], path

@@ -59,7 +59,8 @@ def test_a_signal_ends_it_and_loses_nothing(file):
         channel = stack.enter_context(
             grpc.insecure_channel(f"127.0.0.1:{ready['grpc_port']}")
         )
-        _say_goodbye(ready["grpc_port"], b"\n{\xff")  # each line is JSON nevertheless
+        # Each line of the log is JSON, even so.
+        _say_goodbye(ready["grpc_port"], b"\n{\xff")
         stub = stubs.GRPCInferenceServiceStub(channel)
         assert stub.ServerReady(messages.ServerReadyRequest()).ready
         client = Client(ready["port"])
@@ -106,7 +107,7 @@ def _serving(file: pathlib.Path) -> Iterator[tuple[subprocess.Popen, Client]]:
     assert lines is not None
     try:
         found = next(json.loads(line) for line in lines if '"ready"' in line)
-        # What it says is read, or it would wait for room in the pipe.
+        # The output is read, because the process would block on a full pipe.
         reading = threading.Thread(target=lambda: [*lines])
         reading.start()
         yield process, Client(found["port"])
@@ -120,7 +121,7 @@ def _serving(file: pathlib.Path) -> Iterator[tuple[subprocess.Popen, Client]]:
 
 def test_ten_thousand_idle_connections_and_a_kill(file):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 11_000  # in this process and in that of the service
+    needed = 11_000  # number of open files in this process and in the service
     if hard != resource.RLIM_INFINITY and hard < needed:
         pytest.skip(f"a process may have {hard:,} files here, of {needed:,}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
@@ -136,7 +137,7 @@ def test_ten_thousand_idle_connections_and_a_kill(file):
                 for _ in range(10_000)
             ]
             assert client.infer(asked)[0] == 200
-            for connection in idle:  # no request has come in time
+            for connection in idle:  # no request has arrived in time
                 connection.settimeout(60)
                 assert connection.recv(1) == b""
             process.send_signal(signal.SIGKILL)
@@ -173,7 +174,8 @@ def _ask_over_grpc(stub, answers: list[int]) -> None:
     items = {"name": "items", "datatype": "BYTES", "shape": [1], "contents": contents}
     request = messages.ModelInferRequest(model_name="films", inputs=[items])
     for _ in range(30):
-        found = stub.ModelInfer(request)  # raises if it is not answered
+        # This raises an exception if the request is not answered.
+        found = stub.ModelInfer(request)
         assert {*found.outputs[0].contents.bytes_contents} == {b"rye", b"milk"}
         answers.append(200)
 
@@ -218,7 +220,7 @@ def test_a_run_is_served(tmp_path, capsys):
         assert len(found) == 4 and {*found} == {"i1", "i3", "i4", "i5"}
     assert not pathlib.Path(served.model).exists()
     words = ["serve", str(run.directory), "--port", "0", "--shapes", "3x64"]
-    assert main(words) == 1  # else it would serve
+    assert main(words) == 1  # without an error the command would serve forever
     assert "has programs of 1, 8, 64, 512 rows" in capsys.readouterr().err
 
 
@@ -229,7 +231,7 @@ def test_what_is_no_predictor(tmp_path, capsys):
     assert "is not a predictor" in capsys.readouterr().err.splitlines()[-1]
 
 
-# A service whose looks for newer versions wait for ever, as for a disk that does not answer.
+# A service in which polling for newer versions never returns, as on a disk that does not answer.
 HANGING = """
 import sys, threading
 from sparsejax.cli.main import main

@@ -12,8 +12,8 @@ import pytest
 
 from sparsejax.cli.compiling import told_if_long
 
-# A function in C that no handler in Python interrupts, as XLA's compiler is: without the thread
-# that ends the process it runs for many minutes.
+# A C function that no Python handler can interrupt, such as XLA's compiler. Without the thread
+# that ends the process, it would run for many minutes.
 _IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
 
 
@@ -115,7 +115,8 @@ def test_a_long_compilation_is_told():
     def program(x):
         for i in range(100):
             x = jnp.sort(jnp.sin(x) @ x, axis=i % 2)
-        return x + time.time_ns() % 1e6  # so that it is in no cache
+        # The value changes, so that the program is in no cache.
+        return x + time.time_ns() % 1e6
 
     with told_if_long(told.append, after=0.02):
         time.sleep(0.1)

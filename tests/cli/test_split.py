@@ -100,7 +100,8 @@ def test_split_refuses(events, tmp_path, capsys, argv, message):
 
 
 def test_the_last_target_of_each_user_is_held_out(tmp_path, capsys):
-    kinds = {"ann": "vbvb", "bob": "bvv", "eve": "vv"}  # viewed or bought
+    # Events are "viewed" or "bought".
+    kinds = {"ann": "vbvb", "bob": "bvv", "eve": "vv"}
     rows = [(user, i, kind) for user in kinds for i, kind in enumerate(kinds[user])]
     events = tmp_path / "events.csv"
     lines = ["user,item,kind", *(f"{user},i{i},{kind}" for user, i, kind in rows)]
@@ -112,7 +113,7 @@ def test_the_last_target_of_each_user_is_held_out(tmp_path, capsys):
     train, heldout = (
         SequenceDataset.load(parts / f"{name}.parquet") for name in ("train", "heldout")
     )
-    assert np.diff(heldout.indptr).tolist() == [1, 0, 0]  # bob keeps one entry
+    assert np.diff(heldout.indptr).tolist() == [1, 0, 0]  # the user bob keeps one entry
     assert heldout.feature_names[heldout.indices[0]] == "i3"
     assert np.diff(train.indptr).tolist() == [3, 3, 2]
     assert (
@@ -129,7 +130,7 @@ def test_split_of_dates(tmp_path, capsys):
     assert main([*argv, "--at", "20240201"]) == 0
     _, heldout = parts_of(tmp_path / "parts")
     assert pairs_of(heldout) == {("a", "y"), ("b", "x")}
-    # As after a kill at the very end.
+    # As if the command had been killed at its very end.
     assert main([*argv, "--at", "2024-02-01"]) == 0
     assert main([*argv, "--at", "2024-03-01"]) == 1
     assert "parts: already exists, with other content" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_network_from_a_file(small, tmp_path, capsys):
     (tmp_path / "net.json").write_text(json.dumps(config.to_json()))
     argv = [word for word in small if word not in NETWORK]
     argv += ["--config", str(tmp_path / "net.json")]
-    # Also a flag that repeats its own default.
+    # This also applies to a flag that states its own default.
     assert main([*argv, "--activation=relu"]) == 1
     assert "leave out --activation, or --config" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -194,7 +194,8 @@ def test_train_on_a_part_of_the_data_at_a_time(small, tmp_path, capsys):
     assert "leave out --chunk-rows" in capsys.readouterr().err
     assert main(["train", *small[1:], "--chunk-rows", "10", "--resume"]) == 1
     assert "is not a Parquet file" in capsys.readouterr().err
-    for flag in (["--separator", "|"], ["--format", "text"]):  # not read in chunks
+    # These formats are not read in chunks.
+    for flag in (["--separator", "|"], ["--format", "text"]):
         assert main([*train, "--resume", *flag]) == 1
         said = capsys.readouterr().err
         assert f"{flag[0]} is for data in memory; leave out --chunk-rows" in said
@@ -225,7 +226,7 @@ def test_validation_from_the_data_is_that_of_two_files(
     assert main(["train", *files, "--run", str(two), *fit]) == 0
     assert parameters(one) == parameters(two)
     assert folders.load_run(two)[0].validation == settings.validation
-    # The files are the same data.
+    # The files contain the data of the earlier run.
     assert main(["train", *files, "--run", str(one), *fit, "--resume"]) == 0
     other = ".5" if validation == "last" else ".1"
     assert main([*train, "--resume", "--validation", other]) == 1
@@ -240,7 +241,7 @@ def test_validation_of_a_wrong_share(small, tmp_path, monkeypatch, capsys):
         )
     assert main([*small, "--validation", ".001"]) == 1
     assert "too few to hold out 0.001 of them" in capsys.readouterr().err
-    # Files of such names.
+    # Files with names that look like flags or formats.
     monkeypatch.chdir(tmp_path)
     for name in ("last", ".1"):
         write_lines(tmp_path / name, checkerboard()[1])
@@ -265,18 +266,18 @@ def test_train_writes_for_tensorboard(small, tmp_path, monkeypatch, capsys):
     assert "--tensorboard needs another package: pip install 'sparsejax[" in error
 
 
-@pytest.mark.usefixtures("no_kept_programs")  # they could not be written, either
+@pytest.mark.usefixtures("no_kept_programs")  # programs could not be written, either
 def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(small, tmp_path):
     limited = 'ulimit -f 8; exec "$@"'
     small[small.index("--hidden") + 1] = "64"
     argv = ["sh", "-c", limited, "sh", sys.executable, "-m", "sparsejax", *small]
-    # Else Python would leave its compiled modules cut off at that size.
+    # Otherwise Python would leave compiled modules that are truncated at that size.
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(argv, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if "epoch" not in line]
     assert re.search("error: checkpoint .* cannot be written to .*run", lines[-1])
-    assert len(lines) < 6  # two say that programs cannot be kept either
+    assert len(lines) < 6  # two of the lines say that programs cannot be cached, either
 
 
 def test_failed_training_leaves_nothing_behind(small, tmp_path, monkeypatch, capsys):
@@ -327,12 +328,12 @@ def test_linear_part(small, tmp_path, capsys, linear):
     [
         (40, 5, ["", "the other epochs take about 02:00\n", "", "", ""]),
         (4000, 3, ["", "the other epochs take about 1:06:40\n", ""]),
-        (19, 5, [""] * 5),  # less than a minute
-        (900, 2, ["", ""]),  # nothing is left
+        (19, 5, [""] * 5),  # this is less than a minute, so it is not reported
+        (900, 2, ["", ""]),  # after this no time is left
     ],
 )
 def test_the_time_left_is_said_once(seconds, epochs, said, capsys):
-    # The first epoch takes longer, as it compiles.
+    # The first epoch takes longer, because it compiles.
     ends = iter([1e4 + seconds * epoch for epoch in range(epochs)])
     left = printing.TimeLeft(lambda: next(ends))
     for epoch, text in enumerate(said, start=1):
@@ -345,7 +346,8 @@ def test_a_long_training_says_so_in_its_first_epoch(seconds, told):
     # The first dispatch, which compiles, does not count.
     times = iter([500.0, 505.0, 500.0 + seconds, 2000.0])
     left = Estimate(lambda: next(times))
-    assert left.after(64, 6400) is left.after(96, 6400) is None  # too early
+    # These calls are too early for an estimate.
+    assert left.after(64, 6400) is left.after(96, 6400) is None
     said = left.after(128, 6400)
     assert said == (told and f"at this speed training takes about {told} more")
-    assert left.after(192, 6400) is None  # once
+    assert left.after(192, 6400) is None  # the estimate is made only once

@@ -50,12 +50,12 @@ def test_new_items_go_to_the_end_and_training_goes_on(tmp_path, capsys):
     shown = sj.SparseDataset.from_scipy(
         some, row_names=data.row_names, feature_names=names[:KNOWN]
     ).align_features(names)
-    # Of two new items each user finds the one of its parity.
+    # Each user gets, of two new items, the one of its parity.
     found = sj.recommend(model, shown, k=1, exclude=shown).names(names)
     for user, items in zip(shown.row_names, found, strict=True):
         assert items == [f"i{18 + int(user[1:]) % 2}"]
 
-    # As if it had not been interrupted.
+    # The result must be that of an uninterrupted training.
     wanted, third = parameters(second), str(tmp_path / "third")
     argv[argv.index(second)] = third
     argv[argv.index("12")] = "7"
@@ -105,7 +105,7 @@ def test_what_it_cannot_do_is_said(first, tmp_path, capsys):
     refused("leave out --hidden, or --from", "--hidden", "8")
     refused("leave out --config", "--config", str(tmp_path / "net.json"))
     refused("which is autoencoder; leave out --model", "--model", "sasrec")
-    # That of the run may be named.
+    # The model of the earlier run may be named.
     more = ["--model", "autoencoder", "--chunk-rows", "10"]
     refused("leave out --chunk-rows", *more)
     argv[3] = str(tmp_path / "nothing")

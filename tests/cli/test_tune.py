@@ -47,7 +47,7 @@ def test_the_result_can_be_used_and_trained_again(argv, capsys):
     assert main([*argv, "--trials", "2", "--epochs", "2"]) == 0
     printed, said = capsys.readouterr()
     first, second = trials()
-    # It begins with the settings of the flags.
+    # The first trial has the settings of the flags.
     start = {"hidden": 8, "temperature": 0.18, "corruption": 0.5, "learning_rate": 2e-3}
     assert first.params == start != second.params
     best = max(first, second, key=score)
@@ -71,8 +71,8 @@ def test_the_result_can_be_used_and_trained_again(argv, capsys):
     again, _ = folders.load_run("again")
     assert again.network == settings.network and again.optimizer == settings.optimizer
     assert best.user_attrs["epoch"] == 2
-    assert again.num_epochs == 2  # the learning rate falls to the last
-    # Nothing is left to do.
+    assert again.num_epochs == 2  # the learning rate falls until the last epoch
+    # All trials are done, so nothing is run.
     capsys.readouterr()
     assert main([*argv, "--trials", "2", "--epochs", "2"]) == 0
     assert capsys.readouterr().out == printed and len(trials()) == 2
@@ -112,7 +112,7 @@ def test_it_is_interrupted_and_goes_on(argv, curves, tmp_path, capsys):
     assert main([*argv, "--trials", "20"]) == 130
     interrupted = trials()[-1]
     assert interrupted.state.name == "RUNNING"
-    # As after kill -9.
+    # As if the command had been killed by SIGKILL.
     with open("tuned/trials.log", "a") as file:
         file.write('{"op_code": 5, "work')
     (tmp_path / "tuned" / "trials.log.lock").touch()
@@ -125,18 +125,19 @@ def test_it_is_interrupted_and_goes_on(argv, curves, tmp_path, capsys):
     assert again.params == interrupted.params and again.state.name != "FAIL"
     ended = [trial for trial in found if trial.state.name != "FAIL"]
     assert len({tuple(trial.params.values()) for trial in ended}) == 20
-    # Bad trials are pruned, and good ones end when they do not rise any more.
+    # Bad trials are pruned; good ones end when their metric no longer rises.
     for trial in found:
         last = {"COMPLETE": 6 + 5, "FAIL": 0}.get(trial.state.name)
         steps = len(trial.intermediate_values)
         assert steps == last if last is not None else 3 <= steps < 11
     assert "PRUNED" in states
     best = max(score(t) for t in found if t.state.name == "COMPLETE")
-    assert best > score(found[1])  # the defaults, after an interruption
+    # The first trial, with the defaults, ran again after an interruption.
+    assert best > score(found[1])
     config = json.loads((tmp_path / "tuned" / "network.json").read_text())
     temperature = config["layers"][-1]["temperature"]
     assert math.exp(-(math.log(temperature / 0.2) ** 2)) >= best
-    # What was begun otherwise cannot be continued.
+    # A tuning with other settings cannot be continued.
     capsys.readouterr()
     for other in (["--k", "3"], ["--activation", "relu"], ["--validation", ".4"]):
         assert main([*argv, *other]) == 1
@@ -165,9 +166,9 @@ def test_models_of_histories(tmp_path, monkeypatch, capsys):
     best = max(trained, key=lambda pair: pair[0].dropout)
     found = json.loads(pathlib.Path("tuned/network.json").read_text())
     assert sj.sequence.SequenceConfig.from_json(found) == best[0]
-    # Without --patience a run keeps its last epoch, so that is what counts.
+    # Without --patience a run keeps its last epoch, so the last epoch's metric decides.
     assert max(map(score, trials())) == best[0].dropout / 2
-    # The command that is printed, and the one that trains the run of the best trial.
+    # The printed command, and the command that trained the run of the best trial.
     printed = shlex.split(capsys.readouterr().out)
     assert "--optimizer" not in printed
     rate = float(printed[printed.index("--learning-rate") + 1])

@@ -18,7 +18,7 @@ from sparsejax.sparse import CSR
 FEATURES = {"user": 30, "item": 50, "shop": 9, "had": "item", "shops": "shop"}
 CONFIG = sj.DINConfig(dim=4, length=5, attention=(6, 3), hidden=(7,))
 TIMED = sj.TINConfig(dim=4, length=5, beside=(("had", "days"),), hidden=(7,))
-# A CPU computes those of many places in another way.
+# For this length, a CPU computes attention in another form.
 LONG = dataclasses.replace(CONFIG, length=40)
 FEATURES_OF = {CONFIG: FEATURES, TIMED: FEATURES | {"days": 12}, LONG: FEATURES}
 both = pytest.mark.parametrize("config", [CONFIG, TIMED], ids=["din", "tin"])
@@ -149,7 +149,7 @@ def test_scores_are_those_of_the_formula(config):
 def test_histories_in_arrays_are_cut_to_their_last_ids(config):
     dense, ids, _ = inputs(config=config)
     model = built(config)
-    # Unknown, as arrays can say; the other ids keep their places.
+    # -1 marks an unknown id, as in arrays. Other ids keep their positions.
     ids["had"].indices[ids["had"].indptr[2] - 2] = -1
     width = 40
     arrays = dict(ids)

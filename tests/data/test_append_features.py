@@ -35,7 +35,7 @@ def test_known_features_come_first_and_no_entry_is_lost():
 
 
 def test_many_new_entries_at_the_end_are_warned_of():
-    # 270 plain features, and 30 new ones that are in each row.
+    # 270 old features, and 30 new features that are in each row.
     columns = [[i, *range(270, 300)] for i in range(270)]
     matrix = scipy.sparse.lil_array((270, 300))
     for row, mine in enumerate(columns):

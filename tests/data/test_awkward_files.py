@@ -406,7 +406,7 @@ def _read_clicks(path):
     return sj.read_clicks(path, schema)
 
 
-# First bytes of each format, from their documents.
+# First bytes of each compression format, from its specification.
 COMPRESSED = {
     "lz4": b"\x04\x22\x4d\x18\x64\x40",
     "7z": b"7z\xbc\xaf\x27\x1c\0\x04",

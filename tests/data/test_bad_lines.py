@@ -33,7 +33,7 @@ def forms(i):
     }
 
 
-# For each format bad lines, and what is said of them.
+# For each format: bad lines, and the part of the message about each.
 BAD = {
     "csv": [
         ("u1,i2,n/a", "value 'n/a' is not a number"),
@@ -70,7 +70,8 @@ def test_bad_lines_are_left_out_and_counted(tmp_path, form):
         good[900] = ""
     lines: list[str | bytes] = [*good]
     places: dict[int, str] = {}
-    # In the first lines, which say how a file is read, and far behind; two side by side.
+    # Bad lines among the first lines, by which the format is detected, and far after them; two are
+    # adjacent.
     for at, (bad, problem) in zip(
         (3, 700, 701, 1400, 20, 899, 5), BAD[form], strict=False
     ):
@@ -91,7 +92,7 @@ def test_bad_lines_are_left_out_and_counted(tmp_path, form):
     number = "1 bad line is" if len(places) == 1 else f"{len(places)} bad lines are"
     assert f"bad.{ending}: {number} left out of 1,5" in line
     for at, problem in places.items():
-        at += at > 902 and form == "csv"  # behind a record of two lines
+        at += at > 902 and form == "csv"  # an earlier record takes two lines
         assert f"{problem}" in line and f"(line {at})" in line
 
 
@@ -158,7 +159,8 @@ def test_commands_say_what_they_leave_out(events, tmp_path, capsys):
     prepare = ["prepare", events, str(tmp_path / "folder"), "--skip-bad-lines"]
     assert main(prepare) == 0
     said = capsys.readouterr().err
-    assert "3 bad lines are left out of 800" in said  # it does not read times
+    # This reader does not read times, so that bad time does not count.
+    assert "3 bad lines are left out of 800" in said
     assert (
         "left out: 2 expected 3 columns as on the first line, got 2, 1 the user" in said
     )

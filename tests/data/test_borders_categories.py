@@ -37,7 +37,7 @@ def parquet(found):
     return lambda path: pq.write_table(found, path)
 
 
-# How these columns come into files.
+# Functions that write these columns to files.
 FILES = {
     "pandas.csv": csv,
     "pandas.tsv": lambda path: csv(path, sep="\t"),

@@ -27,7 +27,7 @@ def converted(folder):
         raise sj.DataError("the command says why")
 
 
-# Ways in, and the roles whose columns they look for.
+# Readers, and the roles of the columns that they read.
 WAYS = {
     "read": (sj.read, {"value", "time"}),
     "read, indicator": (lambda folder: sj.read(folder, indicator=True), {"time"}),
@@ -71,7 +71,7 @@ def test_columns_of_some_files(way, kind, later, tmp_path, capsys):
         kind, {kind}
     ) & looked_for
     if way == "prepare, last" and kind == "none":
-        return  # it needs times
+        return  # this reader needs times
     if not differing:
         read(folder)
         return

@@ -9,7 +9,7 @@ import sparsejax as sj
 # Names of rows and features.
 A, X, XY = np.array(["a"]), np.array(["x"]), np.array(["x", "y"])
 
-# As int32 these are 1 and 0, or -1.
+# Truncated to int32, these are 1, 0 or -1.
 WRAPPED = [2**32 + 1, 2**32, 2**31, -(2**32) + 1]
 
 
@@ -21,7 +21,8 @@ def test_indices(big):
     with pytest.raises(ValueError, match=r"outside \[0, 2\)"):
         sj.CSR(None, indices, indptr, num_cols=2)
     leaves = (None, indices, indptr, None)
-    unchecked = sj.CSR.tree_unflatten(2, leaves)  # as `jax.tree.map` makes it
+    # Made without checks, as `jax.tree.map` makes it.
+    unchecked = sj.CSR.tree_unflatten(2, leaves)
     with pytest.raises(ValueError, match="does not fit in int32|outside"):
         sj.SparseDataset(unchecked, A, XY)
     with pytest.raises(ValueError, match="does not fit in int32"):
