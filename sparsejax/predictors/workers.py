@@ -12,6 +12,7 @@ import collections
 import contextlib
 import functools
 import glob
+import itertools
 import os
 import queue
 import select
@@ -199,8 +200,9 @@ def gpu_addresses() -> list[str]:
     if visible is None:
         return [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]
     # CUDA ignores a negative number and all that follow it.
-    found = [address.strip() for address in visible.split(",")]
-    return [address for address in found if address and not address.startswith("-")]
+    found = (address.strip() for address in visible.split(","))
+    found = itertools.takewhile(lambda address: not address.startswith("-"), found)
+    return [address for address in found if address]
 
 
 def serve() -> None:

@@ -273,6 +273,6 @@ def test_no_process_outlives_the_one_that_asks():
 
 
 def test_the_gpus_that_there_are(monkeypatch):
-    for visible, found in (("", []), ("2,5", ["2", "5"]), ("GPU-a, -1", ["GPU-a"])):
+    for visible, found in (("", []), ("2,5", ["2", "5"]), ("GPU-a, -1, 3", ["GPU-a"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert workers.gpu_addresses() == found
