@@ -236,7 +236,7 @@ def test_frames_that_arrow_does_not_hold(tmp_path):
             way(frame)
 
 
-# What Python and NumPy have.
+# --- names as Python and NumPy objects ---
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,8 @@ def test_frames_that_arrow_does_not_hold(tmp_path):
         (pl.Series(["1.0", "2.0"]), ["1.0", "2.0"]),
         (pa.chunked_array([[1.0], [2.0]]), ["1", "2"]),
     ],
-    ids=lambda given: re.sub(" at 0x[0-9a-f]+", "", repr(given)),  # the same each time
+    # Without memory addresses, so that the id is equal in each session.
+    ids=lambda given: re.sub(" at 0x[0-9a-f]+", "", repr(given)),
 )
 def test_names_that_are_given(names, expected):
     eye = scipy.sparse.eye_array(2)
@@ -280,7 +281,8 @@ def test_names_that_are_given(names, expected):
         ([np.float32(2**24), 1.0], "name 0 holds 16777216.0, which .* below 2.24"),
         (np.array([1, 2], "datetime64[D]"), "which cannot be a name"),
     ],
-    ids=lambda given: re.sub(" at 0x[0-9a-f]+", "", repr(given)),  # the same each time
+    # Without memory addresses, so that the id is equal in each session.
+    ids=lambda given: re.sub(" at 0x[0-9a-f]+", "", repr(given)),
 )
 def test_names_that_cannot_be_given(names, message):
     eye = scipy.sparse.eye_array(2)
@@ -293,7 +295,7 @@ def test_names_that_cannot_be_given(names, message):
             align(names)
 
 
-# CSV, in which nothing has a type
+# --- CSV files, in which values have no types ---
 
 
 FORMS = {

@@ -38,7 +38,7 @@ def items_of(data) -> list[str]:
     return sorted(data.feature_names.tolist())
 
 
-# Colons
+# --- colons ---
 
 
 @every_way
@@ -64,7 +64,7 @@ def test_pairs_with_colons(way, pairs, items, tmp_path):
 @pytest.mark.parametrize(
     "lines",
     [
-        "ann\t12:30\nbob\t13:45\n",  # as many in each line
+        "ann\t12:30\nbob\t13:45\n",  # each line has equally many colons
         "ann\tisbn:1\nbob\turn:isbn:2\nann\tplain\n",  # a row on two lines
         "ann\tStar Wars: Episode IV\nbob\tAlien\n",
         "ann\tmilk:tea\nbob\tmilk:tea\n",
@@ -99,7 +99,7 @@ def test_rows(lines, items, tmp_path):
     assert items_of(sj.read(path)) == items
 
 
-# Headers with types, as RecBole has them
+# --- headers with types, as in RecBole's files ---
 
 
 @every_way
@@ -199,13 +199,14 @@ def test_clicks_with_types(tmp_path):
     tags = sj.read_clicks(path, schema).ids["tags"]
     assert tags.indices.tolist() == [2, 3] and tags.indptr.tolist() == [0, 2, 2]  # pyrefly: ignore
     columns = {"dense": {"age:float": sj.data.DenseColumn()}}
-    named = {"tags:token_seq": sj.data.VocabularyColumn()}  # as in the file: text
+    # The type is text, as in the file.
+    named = {"tags:token_seq": sj.data.VocabularyColumn()}
     schema = sj.ClickSchema("label:float", ids=named, **columns)
     names = sj.read_clicks(path, schema).vocabularies["tags:token_seq"]
     assert names.tolist() == ["a b"]
 
 
-# Files that `cat` joined
+# --- files concatenated by `cat` ---
 
 
 HEADERS = {
@@ -264,7 +265,8 @@ def test_a_repeated_header_of_clicks(tmp_path):
     schema = sj.ClickSchema("click", ids={"city": sj.data.VocabularyColumn()})
     with pytest.warns(UserWarning, match=":4: the header stands here again"):
         assert sj.read_clicks(path, schema).num_rows == 3
-    path.write_text('click,city\n1,"a\nclick,city\nb"\n')  # a part of a cell
+    # The line is a part of a quoted cell.
+    path.write_text('click,city\n1,"a\nclick,city\nb"\n')
     assert sj.read_clicks(path, schema).vocabularies["city"].tolist() == [
         "a\nclick,city\nb"
     ]
@@ -279,7 +281,7 @@ def test_what_only_looks_like_a_header(tmp_path):
     assert set(data.row_names.tolist()) == {"user", "ann"}
 
 
-# The work of reading
+# --- the work of reading ---
 
 
 def work_of(call) -> int:

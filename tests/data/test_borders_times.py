@@ -193,7 +193,7 @@ def table(times) -> pa.Table:
     return pa.table({"user": USERS, "item": ITEMS, "time": times})
 
 
-# 9999-12-31 is how tables say "no end"; 1600 and 2300 are outside what nanoseconds hold.
+# Tables write 9999-12-31 for "no end"; 1600 and 2300 are out of the range of int64 nanoseconds.
 FAR = ["2300-01-01", "9999-12-31", "1600-01-01", "2024-03-01", "1600-01-01"]
 
 
@@ -263,7 +263,7 @@ def test_frames_of_polars():
 
 
 def test_exact_decimals_are_integers():
-    # Nanoseconds as DuckDB's hugeint, which float64 would make equal.
+    # Nanoseconds as DuckDB's hugeint; converted to float64 they would be equal.
     base = 1_700_000_000_000_000_000
     times = pa.array([base + n for n in (1, 3, 2, 9, 8)], pa.decimal128(38, 0))
     data = sj.read_sequences(table(times))
@@ -284,7 +284,7 @@ TYPED = [way for way in WAYS if way.form not in (_int96, _pandas, _csv, _tsv)]
 
 @each(TYPED)
 def test_times_that_microseconds_cannot_hold(way, tmp_path):
-    # Parquet and polars have no seconds.
+    # Parquet and polars have no time type in seconds.
     both = [("ms", -(10**17)), ("s", 10**13)]
     for unit, far in both if way.form in (_arrow, _lists) else both[:1]:
         times = pa.array([5, far, 4, 3, 2], pa.timestamp(unit))
@@ -377,7 +377,7 @@ def test_sets_leave_out_what_is_no_time_and_say_so(way, kind, tmp_path):
     assert f"not read: time ({problem}" in str(data.columns)
     plain = read(source, time=None)
     assert plain.columns is not None and "not read: time;" in str(plain.columns)
-    if kind == "slashes":  # who names the column wants it
+    if kind == "slashes":  # a column that is named explicitly must be read
         with pytest.raises(ValueError, match=f"{problem}.*leave times out: time=None"):
             read(source, time="time")
 
@@ -390,7 +390,8 @@ def test_where_times_are_needed_the_error_shows_the_cell(form, tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         sj.prepare(source, tmp_path / "out", split_last=1)
-    sj.prepare(source, tmp_path / "out", split_fraction=0.5)  # times are not needed
+    # This split does not need times.
+    sj.prepare(source, tmp_path / "out", split_fraction=0.5)
     if isinstance(source, str):
         with pytest.raises(ValueError, match="has no times: 'time' is .* '06/09/2015'"):
             _by_command(source, tmp_path)
@@ -414,7 +415,7 @@ def test_types_that_are_no_times(type_, tmp_path):
 def test_missing_among_times(way, tmp_path):
     source = way.form(table(pa.array([5, None, 4, 3, 2])), tmp_path)
     if way.form is _pandas:
-        return  # it makes NaN of it, which is no time
+        return  # this reader makes NaN of it, which is not a time
     message = "an event has no time but earlier events have one; .*: time=None"
     with pytest.raises(ValueError, match=message):
         way.call(source, tmp_path)

@@ -113,7 +113,7 @@ def test_xxh64():
     texts += ["".join(map(chr, rng.integers(32, 900, n))) for n in range(70)]
     got = xxh64(pa.array(["left out", *texts], pa.large_string())[1:])
     assert got.tolist() == [scalar_xxh64(text) for text in texts]
-    # From the documents of other implementations.
+    # Values from the documentation of other implementations.
     assert [f"{h:x}" for h in got[:4].tolist()] == [
         "ef46db3751d8e999",
         "d24ec4f1a98c6e5b",
@@ -172,7 +172,7 @@ def test_files_are_read_as_they_are(tmp_path, form, monkeypatch):
     assert_equal(train, lines)
     assert (
         min(np.bincount(np.asarray(train.ids["C1"]))[:3]) > 3
-    )  # some are missing, some rare
+    )  # some values are missing, and some are rare
     test = sj.read_clicks(tmp_path / f"test.{form}", schema, features=train)
     assert_equal(test, later, lines)
 
@@ -314,7 +314,8 @@ def test_types_of_parquet(tmp_path):
 def test_saved(tmp_path):
     write(tmp_path / "a.tsv", records(), "tsv")
     data = sj.read_clicks(tmp_path / "a.tsv", WITHOUT_HEADER)
-    for part in (data, data.rows(slice(0, 3))):  # a vocabulary longer than the data
+    # The vocabulary is longer than the data.
+    for part in (data, data.rows(slice(0, 3))):
         part.save(tmp_path / "saved")
         again = sj.ClickDataset.load(tmp_path / "saved")
         assert again.schema == part.schema and repr(again) == repr(part)
@@ -398,7 +399,7 @@ def test_split_rows(tmp_path):
     data = sj.read_clicks(tmp_path / "a.tsv", schema)
     train, heldout = data.split_rows(0.9, seed=0)
     places = heldout.dense[:, 0].astype(int).tolist()
-    assert places == [9, 17, 21, 23]  # the same in every version
+    assert places == [9, 17, 21, 23]  # the split must be equal in each release
     assert sorted(places + train.dense[:, 0].astype(int).tolist()) == [*range(40)]
     assert heldout.labels.tolist() == [float(i % 3 > 0) for i in places]
     other = data.split_rows(0.9, seed=1).heldout
@@ -571,14 +572,14 @@ def test_new_categories_get_ids_behind_the_known_ones(tmp_path):
         ["c", "a", "", "cb", "d", "", "c"],
     )
     tuesday = sj.read_clicks(rows, schema, features=monday, append=True)
-    # Known ids are found however rare they are; eve and dan are frequent enough by now.
+    # Known ids are found even if they are rare. By now eve and dan are frequent enough.
     assert tuesday.vocabularies["user"].tolist() == ["ann", "bob", "dan", "eve"]
     assert single(tuesday, "user").tolist() == [5, 3, 4, 5, 0, 1, 4]
     assert tuesday.vocabularies["tags"].tolist() == ["a", "b", "c", "d"]
     assert lists(tuesday, "tags").indices.tolist() == [4, 2, 4, 3, 5, 4]
     assert tuesday.num_ids == {"user": 6, "shop": 9, "tags": 6}
 
-    # In memory bob was too rare to keep his name.
+    # In the data in memory, bob was too rare for a row of his own.
     own = sj.read_clicks(rows, schema)
     longer = own.append_features(monday)
     assert longer.vocabularies["user"].tolist() == ["ann", "bob", "dan", "eve"]
@@ -663,7 +664,8 @@ def test_parts_by_time_are_as_if_read_apart(tmp_path, form, cut):
     train = sj.read_clicks(first, schema)
     heldout = sj.read_clicks(second, schema, features=train)
     ads = heldout.ids["ads"]
-    assert isinstance(ads, sj.CSR) and (ads.indices == 1).any()  # new ones are unknown
+    # New ids are unknown, so they get id 1.
+    assert isinstance(ads, sj.CSR) and (ads.indices == 1).any()
     for parts in (
         data.split_at(cut),
         again.split_at(cut),

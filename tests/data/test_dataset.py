@@ -101,11 +101,11 @@ def test_from_scipy_duplicates_zeros_and_bools():
     )
     matrix = SparseDataset.from_scipy(coo).matrix
     assert isinstance(matrix.data, np.ndarray) and matrix.data.dtype == np.float32
-    assert matrix.data.tolist() == [3, 0, 5]  # a stored zero stays
+    assert matrix.data.tolist() == [3, 0, 5]  # a stored zero stays an entry
     assert matrix.indices.tolist() == [2, 0, 1]
     matrix = SparseDataset.from_scipy(coo.astype(bool)).matrix
     assert matrix.data is None
-    # Stored False is an entry like any other.
+    # A stored False is an entry, too.
     assert matrix.indices.tolist() == [2, 0, 1]
 
 
@@ -173,7 +173,7 @@ def test_constructor_rejects_repeated_columns():
     names = as_names(["a", "b"]), as_names(["x", "y", "z"])
     with pytest.raises(ValueError, match="row 1 has column 1 twice"):
         SparseDataset(matrix, *names)
-    # The same column at the end of a row and the start of the next is not repeated.
+    # The last column of a row and the first column of the next may be equal: that is no duplicate.
     matrix = CSR(
         None, np.array([1, 1, 2], np.int32), np.array([0, 1, 3], np.int32), num_cols=3
     )
@@ -199,7 +199,7 @@ def test_from_scipy_warns_of_imbalance():
     assert imbalance(counts, 8) == pytest.approx(parts.max() / parts.mean())
     message = str(caught[0].message)
     assert f"{parts.max() / parts.mean():.2f} times its share" in message
-    # Following the advice gives what it promises, and no warning.
+    # Following the advice has the promised effect, and causes no warning.
     order = vocabulary_order(counts, dataset.feature_names)
     balanced = SparseDataset.from_scipy(matrix[:, order])
     counts = np.bincount(balanced.matrix.indices, minlength=2000)
@@ -208,8 +208,10 @@ def test_from_scipy_warns_of_imbalance():
 
 
 def test_from_scipy_does_not_warn_where_it_does_not_matter():
-    SparseDataset.from_scipy(skewed(200))  # padding to 256 columns decides
-    SparseDataset.from_scipy(skewed(2000, rows=5))  # too few entries to tell
+    # Padding to 256 columns decides, so there is no warning.
+    SparseDataset.from_scipy(skewed(200))
+    # There are too few entries to decide, so there is no warning.
+    SparseDataset.from_scipy(skewed(2000, rows=5))
 
 
 @pytest.mark.parametrize("valued", [True, False])
@@ -253,7 +255,7 @@ def test_split_depends_on_seed_and_names_only():
     assert_equal(first, again)
     _, other = dataset.split(0.8, seed=2)
     assert first.matrix.indices.tolist() != other.matrix.indices.tolist()
-    # Other order of rows and columns, fewer rows: the same entries are held out.
+    # The same entries must be held out for another order of rows and columns, and for fewer rows.
     rng = np.random.default_rng(0)
     rows, columns = rng.permutation(40)[:25], rng.permutation(30)
     moved = SparseDataset.from_scipy(
@@ -331,7 +333,7 @@ def test_split_rows():
         assert_equal(part, dataset.align_rows(found))
     both = {*train.row_names.tolist(), *heldout.row_names.tolist()}
     assert both == set(names)
-    # Whatever the order of the rows and what is in them.
+    # The split must not depend on the order of the rows, or on their entries.
     turned = dataset.align_rows(names[::-1]).without_values()
     again = turned.split_rows(0.9, seed=0)[1]
     assert set(again.row_names.tolist()) == set(heldout.row_names.tolist())
@@ -363,7 +365,7 @@ def test_split_items():
     is_held = np.isin(dataset.feature_names, list(held))
     np.testing.assert_array_equal(parts.train.to_scipy().toarray(), whole * ~is_held)
     np.testing.assert_array_equal(parts.heldout.to_scipy().toarray(), whole * is_held)
-    # Whatever the order of the features and what is in them.
+    # The split must not depend on the order of the features, or on their entries.
     turned = dataset.align_features(dataset.feature_names[::-1]).without_values()
     again = turned.split_items(0.9, seed=0).heldout
     assert set(again.feature_names[again.matrix.indices].tolist()) == held
@@ -427,7 +429,7 @@ def test_align_features(valued):
     np.testing.assert_array_equal(aligned.to_scipy().toarray(), expected)
     assert aligned.feature_names.tolist() == wanted
     assert (aligned.matrix.data is None) != valued
-    # A data set stands for its features.
+    # A data set may be passed in place of its feature names.
     assert_equal(dataset.align_features(dataset), dataset)
     with pytest.raises(ValueError, match="all 6 entries"):
         dataset.align_features(["x"])
@@ -450,14 +452,14 @@ def test_what_was_left_out_is_counted_for_each_row(tmp_path, some_left_out):
     )
     some_left_out.save(tmp_path / "d")
     assert_equal(SparseDataset.load(tmp_path / "d"), some_left_out)
-    # Once more: what was left out before counts, too.
+    # A second time: entries that were left out before are counted, too.
     with pytest.warns(UnknownFeaturesWarning):
         again = some_left_out.align_features(["x", "wine"])
     assert again.left_out.sum() == counts.sum() + np.sum(
         DENSE[:, FEATURES.index(" ")] != 0
     )
     assert [part.left_out for part in some_left_out.split(0.5, seed=0)] == [None, None]
-    # None where nothing was, also of some rows.
+    # It is None if nothing was left out, also after selecting rows.
     assert make().align_features(make()).left_out is None
     assert some_left_out.align_rows([ROWS[np.argmin(counts)]]).left_out is None
 
@@ -548,7 +550,7 @@ def test_save_and_load(tmp_path, valued):
     dataset.save(path)
     assert_equal(SparseDataset.load(path), dataset)
     assert os.listdir(tmp_path) == ["d.parquet"]
-    # Readable by anyone.
+    # Other libraries can read the file.
     table = pq.read_table(path)
     assert table.column_names == ["row", "indices", *["values"] * valued, "feature"]
     assert table["row"].to_pylist() == [*ROWS, None]
@@ -596,7 +598,7 @@ def test_times_readable_by_anyone(tmp_path):
     assert dataset.times is not None and dataset.order is not None
     assert entries["times"].tolist() == pd.to_datetime(dataset.times).tolist()
     assert entries["order"].tolist() == dataset.order.tolist()
-    # Written again by others.
+    # Another library rewrites the file.
     pl.read_parquet(path).write_parquet(tmp_path / "again")
     table = pq.read_table(tmp_path / "again").replace_schema_metadata(
         pq.read_schema(path).metadata

@@ -21,7 +21,7 @@ def test_msweb():
     assert set(data.titles) == set(features)
     assert data.titles["/msdownload"] == "Free Downloads"
     assert data.train.matrix.data is None and data.test.matrix.data is None
-    # Test visitors are other people, so no name of theirs may match one in train.
+    # Test visitors are other people, so none of their names may match a name in train.
     assert not set(data.train.row_names) & set(data.test.row_names)
     # The most visited areas, as the repository's own description of the data counts.
     counts = np.bincount(data.train.matrix.indices, minlength=294)

@@ -172,7 +172,7 @@ def test_rows_with_lists_have_lists_or_one_value_for_all(tmp_path):
     data.save(tmp_path / "lists.parquet")
     again = sj.read_sequences(tmp_path / "lists.parquet", events=events)
     same(again, data)
-    # Typed headers of CSV have lists, too.
+    # CSV files with typed headers may have lists, too.
     path = tmp_path / "typed.csv"
     path.write_text("user:token,item:token,tags:token_seq\nann,tea,a b\nann,rye,\n")
     of_text = sj.EventSchema(ids={"tags": VocabularyColumn()})
@@ -234,13 +234,13 @@ def test_a_saved_file_has_all_columns_and_others_refuse_it(tmp_path):
         ValueError, match="columns of events are those that it was saved"
     ):
         sj.read_sequences(path, events=SCHEMA)
-    # As that message says; without events alone there would still be weights.
+    # As the message advises; without events, weights alone would remain.
     plain = dataclasses.replace(data, weights=None, events=None)
     plain.save(tmp_path / "plain.parquet")
     assert sj.data.scan_sequences(tmp_path / "plain.parquet").num_rows == 3
     with pytest.raises(DataError, match="has no columns of events"):
         sj.read_sequences(tmp_path / "plain.parquet", events=data.events)
-    # A changed cell does not pass as a sound file.
+    # A file with a changed cell must be rejected.
     table = pq.read_table(path)
     column = table["events/seconds"].combine_chunks()
     flat = column.flatten().to_numpy().copy()
@@ -297,7 +297,7 @@ def test_scanned_columns_are_those_in_memory(form, group, tmp_path):
     if form == "saved":
         path, options = tmp_path / "saved", {}
         path.mkdir()
-        # Files may have other numbers of places in lists, and less of them need them.
+        # Files may have different maximum lengths of lists.
         for name, rows in (("a", ["ann"]), ("b", ["bob", "cy"])):
             part = data.align_rows(rows)
             least = part.events["tags"][
@@ -364,7 +364,7 @@ def test_columns_that_cannot_be_scanned(tmp_path):
 def test_columns_go_with_their_entries():
     data = read(frame())
     assert data.events is not None
-    # Each event is known by its number of seconds, its item and its time.
+    # Each event is identified by its seconds, its item and its time.
     key = [*zip(data.indices, data.times, data.events["seconds"], strict=True)]
     every = dict(zip(key, data.events["shop"], strict=True))
     train, heldout = data.split_last(3)

@@ -25,7 +25,7 @@ def events(rows=300, items=20, count=4000, seed=0):
     item = rng.integers(0, items, count)
     item[rng.random(count) < 1 / 3] = 7
     user = rng.integers(0, rows, count)
-    user[:15] = 3  # a user with most items
+    user[:15] = 3  # this user has most items
     item[:15] = np.arange(15)
     value = rng.integers(1, 9, count) / 2
     return pa.table({"user": user, "item": item, "value": value})
@@ -49,9 +49,9 @@ def test_groups_and_files(tmp_path, small_groups):
     whole = sj.data.from_arrow(table)
     manifest = sj.prepare(table, tmp_path / "out", split_fraction=0.7)
     again = sj.prepare(table, tmp_path / "again", split_fraction=0.7)
-    assert again.train == manifest.train  # the same bytes
+    assert again.train == manifest.train  # the files must have equal bytes
     groups = [group for file in manifest.train for group in file.groups]
-    lengths = sorted(sum(group) for group in groups)  # an empty row takes room, too
+    lengths = sorted(sum(group) for group in groups)  # an empty row takes space, too
     assert lengths[-1] > 490 and lengths[-2] <= 100 and lengths[1] > 60
     assert len(manifest.train) > 3
     for part, data in zip(("train", "test"), whole.split(0.7, seed=0), strict=True):
@@ -61,7 +61,7 @@ def test_groups_and_files(tmp_path, small_groups):
         scanned = sj.data.scan_parquet(tmp_path / "out" / part)
         some = scanned.read(17, 200).to_scipy().toarray()
         np.testing.assert_array_equal(some, found.to_scipy().toarray()[17:200])
-    # Rows lie in another order than that of their names and of the table.
+    # The order of the rows differs from that of their names, and from that of the table.
     rows = sj.read(tmp_path / "out").row_names[:-1].astype("T")
     assert abs(np.corrcoef(np.argsort(rows), np.arange(len(rows)))[0, 1]) < 0.3
     counts = pq.read_table(tmp_path / "out" / "vocabulary.parquet")
@@ -98,7 +98,7 @@ def test_what_is_no_finished_folder(tmp_path):
     manifest = json.loads(path.read_text())
     manifest["train"][0]["crc32"] += 1
     path.write_text(json.dumps(manifest))
-    assert sj.data.scan_parquet(out).fingerprint() != before  # other data
+    assert sj.data.scan_parquet(out).fingerprint() != before  # the data has changed
     path.write_text(json.dumps(manifest | {"vocabulary": "0"}))
     with pytest.raises(sj.DataError, match="is not the vocabulary of the manifest"):
         sj.read(out)
@@ -216,7 +216,8 @@ def test_duplicates_and_what_is_left(tmp_path):
         sj.prepare(table, tmp_path / duplicates, duplicates=duplicates)
         found = contents(sj.read(tmp_path / duplicates))
         assert found == {"1": {"9": value}, "2": {"10": 5.0}}
-    assert sj.read(tmp_path / "add").feature_names.tolist() == ["10", "9"]  # as text
+    # Integers are converted to text.
+    assert sj.read(tmp_path / "add").feature_names.tolist() == ["10", "9"]
     out = tmp_path / "out"
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"min_user": 2}, "nothing is left: no users have min_user=2"),
@@ -293,7 +294,8 @@ def test_in_a_store(bucket, monkeypatch, small_groups):
     monkeypatch.setattr(werkzeug_app.DomainDispatcherApplication, "__call__", counted)
     scanned = sj.data.scan_parquet(out)
     assert len(manifest.train) > 3
-    assert len(requests) <= 3, requests  # however many files there are
+    # The number of requests does not depend on the number of files.
+    assert len(requests) <= 3, requests
     requests.clear()
     # A process that reads a third of the rows opens the files of these rows.
     scanned.read(100, 200)
@@ -323,7 +325,7 @@ def test_a_preparation_that_was_done_can_be_repeated(tmp_path):
             sj.prepare(changed, out, **options)  # pyrefly: ignore
     assert before == {p: p.stat().st_mtime_ns for p in out.rglob("*")}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
-    # A folder that is not whole is none.
+    # A folder with a missing file is not a data set.
     part = next((out / "train").iterdir())
     content = part.read_bytes()
     part.write_bytes(content[:-1])

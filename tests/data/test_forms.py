@@ -69,7 +69,7 @@ def _zip(data):
 
 
 def _zstd(data):
-    half = len(data) // 2  # of two frames
+    half = len(data) // 2  # the first of two frames has this many rows
     return b"".join(
         pa.compress(d, "zstd", asbytes=True) for d in (data[:half], data[half:])
     )
@@ -323,7 +323,7 @@ def test_lists_in_cells(suffix, separator, tmp_path):
         }
     )
     cells = [separator.join(each) for each in lists["item"].to_pylist()]
-    cells[0] += separator  # an empty part is none
+    cells[0] += separator  # an empty part of a cell is not an item
     text = lists.set_column(1, "item", pa.array(cells))
     write = {
         "csv": lambda t: _bytes(t, "\t"),
@@ -481,7 +481,7 @@ def test_objects_within_lines_of_json(tmp_path):
     data = sj.read_sequences(tmp_path)
     assert list(data.row_names) == ["a", "b"]
     assert [data.feature_names[i] for i in data.indices] == ["t2", "t1", "t1"]
-    # A column of the line counts more than one of an object within.
+    # A key of the record has precedence over a key of an object inside.
     assert "time = played_at" in str(data.columns)
     found = sj.read(tmp_path, user="session.user.id", item="track.artist.name")
     assert (list(found.row_names), list(found.feature_names)) == (["7"], ["x"])
@@ -505,7 +505,8 @@ def test_files_of_a_folder_must_agree(tmp_path):
         DataError, match=r"b.csv: has the columns user = user, item = item,"
     ):
         sj.read(tmp_path)
-    (tmp_path / "b.csv").write_text("rating,item,user\n2,tea,ann\n")  # in any order
+    # The columns may be in any order.
+    (tmp_path / "b.csv").write_text("rating,item,user\n2,tea,ann\n")
     assert _plain(sj.read(tmp_path).matrix)[2] == [3]
     (tmp_path / "b.csv").write_text("user,item,rating\nann,tea,x\n")
     with pytest.raises(DataError, match="b.csv:2: value 'x'"):

@@ -17,7 +17,7 @@ ROWS = [
     {"item": "rice", "kind": "food|grain", "price": 2.0, "title": "Rice"},
     {"item": "salt", "kind": None, "price": None, "title": ""},
 ]
-# What ROWS say, by name of tag.
+# The tags in ROWS by name.
 TAGS = {
     "tea": {"kind=drink": 1, "price": 1, "title:green": 1, "title:tea": 1},
     "rice": {"kind=food": 1, "kind=grain": 1, "price": -1, "title:rice": 1},
@@ -132,7 +132,7 @@ def test_aligned_with_items_that_have_none_and_new_ones():
     assert aligned.item_names.tolist() == data.feature_names.tolist()
     found = as_dicts(aligned)
     assert found.pop("milk") == {} and found == {k: TAGS[k] for k in ("rice", "tea")}
-    # New items can be in the vocabulary, too.
+    # The vocabulary may have new items, too.
     longer = data.align_features(features.names_after(data))
     assert longer.feature_names[:3].tolist() == data.feature_names.tolist()
     assert as_dicts(features.align(longer)) == TAGS | {"milk": {}}
@@ -288,7 +288,7 @@ def test_folders_of_hive_are_columns(tmp_path, suffix):
     assert sorted(found.tag_names) == ["kind=drink", "kind=food", "price"]
     order = [wanted.tag_names.tolist().index(name) for name in found.tag_names]
     np.testing.assert_array_equal(found.tags.toarray(), wanted.tags.toarray()[:, order])
-    # A column of the file itself counts more than its folder.
+    # A column in the file has precedence over the name of its folder.
     pq.write_table(
         pa.table({"item": ["tea"], "kind": ["hot"]}),
         tmp_path / "all/kind=food/own.parquet",
@@ -338,7 +338,7 @@ def test_each_column_says_what_it_became(tmp_path):
         assert asked.columns == {**features.columns, "title": account}
     features.save(tmp_path / "saved.parquet")
     assert sj.ItemFeatures.load(tmp_path / "saved.parquet").columns == features.columns
-    # Fewer texts do not tell: new products may be of a kind each.
+    # With fewer texts there is no warning: each new product may have a category of its own.
     assert sj.read_item_features(rows[:19]).columns["title"] == "category, 18 different"
 
 
@@ -366,7 +366,7 @@ def test_one_new_product_with_a_number_alone():
         wrong = sj.read_item_features([{"item": "c", "x": far}])
         with pytest.raises(ValueError, match="'x' of item 'c' is .* are 3 on average"):
             wrong.like(known)
-    # A number that was alike for all known items says nothing of new ones.
+    # A number that was equal for all known items has no information about new items.
     alike = sj.read_item_features(
         [{"item": "a", "x": 1.0, "k": "y"}, {"item": "b", "x": 1.0}]
     )

@@ -144,7 +144,8 @@ def test_events_are_those_of_the_library(written):
     assert rows_of(clicks(folder)[0]) == rows_of(clicks(rows)[0])
     scanned = sj.data.scan_clicks(folder, clicks(folder)[1])
     assert rows_of(scanned.read(0, scanned.num_rows)) == rows_of(clicks(rows)[0])
-    for source in (folder, rows.select(["user", "shop"])):  # both are read
+    # Both sources are read, and compared.
+    for source in (folder, rows.select(["user", "shop"])):
         with pytest.raises(sj.DataError, match="item '.*' has the title '.*', and '"):
             read_titles(source)
 
@@ -291,9 +292,8 @@ def test_rows_that_a_vector_deletes_are_refused(tmp_path):
     deltalake.write_deltalake(tmp_path, FIRST)
     commit(tmp_path, upgraded("deletionVectors"))
     right = entries(sj.read(FIRST))
-    assert (
-        entries(sj.read(tmp_path)) == right
-    )  # there may be such files, but there are none
+    # The table version allows such files, but has none.
+    assert entries(sj.read(tmp_path)) == right
     [line] = (tmp_path / "_delta_log" / f"{0:020}.json").read_text().splitlines()[-1:]
     bits = np.array([1681511377], "<u4").tobytes() + np.array([1], "<u8").tobytes()
     bits += np.array([0], "<u4").tobytes() + pyroaring.BitMap([0]).serialize()
@@ -345,7 +345,8 @@ def test_other_tables_of_iceberg_are_refused(tmp_path, monkeypatch):
     folder = tmp_path / "events"
     tasks = DataScan.plan_files
 
-    def with_deletes(scan):  # pyiceberg reads such files, but writes none
+    # Replaces a scan: pyiceberg reads files of deletions, but cannot write them.
+    def with_deletes(scan):
         return [FileScanTask(t.file, {t.file}, t.residual) for t in tasks(scan)]
 
     with monkeypatch.context() as patch:

@@ -150,7 +150,7 @@ def test_the_schema_as_json():
         "min_count": 1,
         "like": "item",
     }
-    # Fingerprints of runs and of scans are made of it.
+    # The fingerprints of runs and scans contain this document.
     assert document["ids"]["item"] == {"kind": "vocabulary", "min_count": 3}
     assert sj.ClickSchema.from_json(json.loads(json.dumps(document))) == SCHEMA
 
@@ -205,7 +205,8 @@ def test_text_that_seems_to_be_a_list_is_said(tmp_path, sign, is_here):
         sj.data.scan_clicks(path, schema)
     lists = [row | {"seen": row["seen"].split(sign)} for row in rows]
     names = [row | {"seen": f"x{sign}y"} for row in rows]
-    known = sj.read_clicks(lists, schema)  # no warning, and so below
+    # This and the following reads cause no warning.
+    known = sj.read_clicks(lists, schema)
     sj.read_clicks(names, schema)
     # Only later data is text; no row shows the items that it lists.
     with pytest.warns(UserWarning, match=said):

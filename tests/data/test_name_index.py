@@ -38,7 +38,7 @@ def check(known: list[str], asked: list[str]) -> None:
         assert found.tolist() == expected
         assert [*map(table.index.place, asked)] == expected
         remembering = Places(table.index)
-        for _ in range(2):  # the second time they are remembered
+        for _ in range(2):  # the second time, the names are in the cache
             assert remembering.find(asked).tolist() == expected
         assert remembering.keys() == {*asked} & {*known}
 
@@ -48,7 +48,8 @@ def test_names_are_written():
     index = NameTable.of(as_names(KNOWN)).index
     places = np.random.default_rng(0).permutation(np.arange(-3, len(KNOWN)).clip(-1))
     names = ["" if place < 0 else KNOWN[place] for place in places.tolist()]
-    assert max(map(len, names)) > 8 * index._width  # some exceed a record
+    # Some names are longer than a record.
+    assert max(map(len, names)) > 8 * index._width
     each = [name.encode() for name in names]
     expected = b"".join(struct.pack("<I", len(name)) + name for name in each)
     assert index.prefixed(places) == expected
@@ -60,7 +61,7 @@ def test_names_are_written():
 def test_names_are_found():
     rng = np.random.default_rng(0)
     check(KNOWN, [*rng.permutation(KNOWN + UNKNOWN), *KNOWN])
-    check(KNOWN, ["item 7"])  # all of one length
+    check(KNOWN, ["item 7"])  # all names have equal lengths
     check(KNOWN, [])
     check(["a"], ["a", "b", ""])
     check([], ["a"])
@@ -96,7 +97,7 @@ def test_names_of_one_hash(monkeypatch, parts):
 
     monkeypatch.setattr(name_index, "_hashed", few)
     check(KNOWN, KNOWN + UNKNOWN)
-    check(KNOWN, KNOWN[::-1])  # all have a first word
+    check(KNOWN, KNOWN[::-1])  # all names start with one word
 
 
 def test_encoded_names_are_text():

@@ -68,7 +68,8 @@ def test_indicator(write, text):
     dataset = read_pairs(write(text))
     assert contents(dataset) == ONES
     assert dataset.matrix.data is None
-    assert dataset.feature_names.tolist() == ["tea", "milk"]  # the most frequent first
+    # The most frequent feature comes first.
+    assert dataset.feature_names.tolist() == ["tea", "milk"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_quotes(write):
     text = '"Smith, J","say ""hi"""\n"two\nlines",5" disk\n'
     expected = {"Smith, J": {'say "hi"': 1}, "two\nlines": {'5" disk': 1}}
     assert contents(read_pairs(write(text))) == expected
-    # In TSV a quote is a character, so one that is not closed swallows nothing.
+    # In TSV a quote is an ordinary character, so an unclosed quote does not join lines.
     text = 'u\t"Heroes" - Bowie\nv\t"open\nw\tclosed"\n'
     assert contents(read_pairs(write(text))) == {
         "u": {'"Heroes" - Bowie': 1},
@@ -149,7 +150,7 @@ def test_quotes_that_are_not_closed(write, block_bytes):
         for behind in (rows, ""):
             with pytest.raises(DataError, match=f"csv:{line}: a quote opens here"):
                 read(rows + bad + behind)
-    # Lines within quotes, and quotes within a field, are as they were.
+    # Line breaks within quotes, and quotes within a field, are kept.
     found = read(rows + 'x,"a\n""b""\nc"\n' + 'x,5" disk\n' + 'y,""""\n' + rows)
     found = contents(found)
     assert set(found["x"]) == {'a\n"b"\nc', '5" disk'} and set(found["y"]) == {'"'}
@@ -282,7 +283,8 @@ def test_a_message_does_not_have_all_of_very_many_columns(tmp_path):
 
 def test_very_many_columns_are_refused(tmp_path):
     path = tmp_path / "wide.csv.gz"
-    with gzip.open(path, "wt") as file:  # a thousand times smaller than its text
+    # The compressed file is a thousand times smaller than its text.
+    with gzip.open(path, "wt") as file:
         file.write(",".join(["user"] * 70_000) + ",item\n")
     with pytest.raises(DataError, match=r"70,001 columns, but at most 65,536 are read"):
         read_pairs(path)

@@ -25,7 +25,7 @@ pytest.importorskip("duckdb")
 @pytest.mark.parametrize(
     "kind", ["whole", "fraction", "last", "new", "all", "features"]
 )
-# Of many small tables nothing is left or held out.
+# Many of the small tables are rejected, because nothing is left or held out.
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.filter_too_much])
 @given(
     table=tables(),

@@ -11,7 +11,7 @@ import sparsejax as sj
 from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.runs.following import names_in
 
-HALF = "\ud83d"  # of a surrogate pair
+HALF = "\ud83d"  # the first half of a surrogate pair
 
 
 @pytest.mark.parametrize("read", [sj.read, sj.read_sequences])

@@ -149,7 +149,8 @@ def test_text_separators_in_row_names(write):
         ("a\tx,1\nb\ty\n", 2, "has no value but earlier entries have one"),
         ("a\tx\nb\ty:z,1\n", 2, "has a value but earlier entries have none"),
         ("a\tx\nb\ry\n", 2, "carriage return"),
-        ("a\tx,bad\nb", 1, "not a number"),  # the first of two
+        # The line of the first of two errors is named.
+        ("a\tx,bad\nb", 1, "not a number"),
         ("a\nb\tx,bad", 1, "no TAB"),
     ],
 )
@@ -249,7 +250,7 @@ def test_a_bar_follows_the_file(write, monkeypatch, pack):
 
     class Bar(tqdm.tqdm):
         def __init__(self, **options):
-            assert options["delay"] == 1  # seconds
+            assert options["delay"] == 1  # the delay is in seconds
             super().__init__(**options | {"disable": False, "file": io.StringIO()})
             bars.append(self)
 
@@ -340,7 +341,7 @@ def test_second_file_gets_the_first_ones_columns(write):
     message = str(caught[0].message)
     assert "3 of 4 entries" in message and "2 features" in message
     assert "'beer', 'rum'" in message and "b.txt" in message
-    # Not a word when everything is known; names alone will do.
+    # There is no warning if all names are known. A list of names suffices as an argument.
     same_again = read_text(write(TEXT), features=train.feature_names)
     assert contents(same_again) == TEXT_CONTENTS
 
@@ -398,7 +399,8 @@ def test_block_size_does_not_matter(write, size):
 name_text = st.text(
     st.characters(codec="utf-8", exclude_characters="\t\n\r:,\0\\"), min_size=1
 ).filter(lambda name: name.strip())
-value = st.integers(-9000, 9000).map(lambda n: n / 8)  # sums are exact
+# Multiples of 1/8, so that sums are exact.
+value = st.integers(-9000, 9000).map(lambda n: n / 8)
 
 
 @st.composite
@@ -486,7 +488,8 @@ def test_name_encoder(blocks, waiting):
     found, codes = encoder.finish()
     flat = [name for block in blocks for name in block]
     assert found[codes].tolist() == flat
-    assert found.tolist() == list(dict.fromkeys(flat))  # by first appearance
+    # In the order of first appearance.
+    assert found.tolist() == list(dict.fromkeys(flat))
 
 
 @pytest.mark.parametrize(
@@ -497,8 +500,9 @@ def test_name_encoder(blocks, waiting):
         ("a.csv.gz", "", "pairs"),
         ("a.tsv", "u\ti,3:j,4\n", "text"),
         ("a.txt", "u\ti\nv\ti:j\n", "text"),
-        ("a.txt", "u\t\nv\ti:j\nno tab\n", "text"),  # whose reader finds the bad line
-        ("a.txt", "u\ti:j:k\nv\tj:k:l\n", "text"),  # all rows have as many items
+        # The reader of this format finds the bad line.
+        ("a.txt", "u\t\nv\ti:j\nno tab\n", "text"),
+        ("a.txt", "u\ti:j:k\nv\tj:k:l\n", "text"),  # all rows have equally many items
         ("a.txt", "u\ti:j\nv\ti:k\nw\tk:l\n", "text"),
         ("a.txt", "u\ti:j:k:l\nv\tm:n:o:p\n", "text"),
         ("a.txt", "u\ti:j:k:l\nv\ti:n:o:p\n", "pairs"),  # a scheme
@@ -509,7 +513,8 @@ def test_name_encoder(blocks, waiting):
         ("a.dat", "1;2;3\n4;5;6\n", "pairs"),
         ("a.txt", "\n0 1 2 3\n1 5\n", "adjacency"),
         ("a", "0 1 2\n1\n", "adjacency"),
-        ("a.txt", "1 1193 5\n1 661 3\n", None),  # lists, or a rating for each pair?
+        # It is undecidable whether these are lists, or pairs with ratings.
+        ("a.txt", "1 1193 5\n1 661 3\n", None),
         ("a.txt", "u\ti j\nv\tk l m\n", None),
         ("a.txt", "u\ti,4\nv\tj,3\n", None),
         ("a.txt", "1\tbook\n2\tmilk:tea\n", None),  # a header, or a row of the text?
