@@ -169,7 +169,7 @@ def test_training_leaves_it_as_it_is(model, shape):
         np.testing.assert_allclose(last, only + share * (whole - only), atol=1e-4)
 
 
-def test_a_run_has_it_by_default():
+def test_a_run_has_it_by_default(tmp_path):
     """It holds out a tenth, and goes on with new categories."""
     clicks, runs = drawn(1200), kind_called("clicks")
     suited = ("dtype", "regression")
@@ -234,6 +234,14 @@ def test_a_run_has_it_by_default():
         weights = np.asarray(measured.linear.embeddings.table("item"))[:, 0]
         np.testing.assert_allclose(weights, tables["item"], atol=1e-4)
         set_final(measured, file)
+    # So it is if the few new examples, of which some are held out, have a single label.
+    few = dataclasses.replace(clicks.rows(slice(5)), labels=same)
+    save = set_regression(measured, few.rows(slice(4)), few, file)
+    assert save is not None
+    save(tmp_path / "kept.npz")
+    set_final(measured, tmp_path / "kept.npz")
+    weights = np.asarray(measured.linear.embeddings.table("item"))[:, 0]
+    np.testing.assert_allclose(weights, every.tables["item"], atol=1e-6)
     test = drawn(4000, seed=3)
     by_regression = sj.metrics.auc(regression_logits(own, test), test.labels)
     assert run.evaluate(test)["auc"] > by_regression - 0.005

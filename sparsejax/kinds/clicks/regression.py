@@ -152,7 +152,9 @@ def set_regression(
     if len(np.unique(clicks.labels)) < 2:
         # Training further on examples with a single label would destroy the fitted weights.
         if before.bias:
-            return _replace(model, before)
+            _replace(model, before)
+            kept = functools.partial(_save_final, lambda: last)
+            return None if everything is None else kept
         raise ValueError(
             f"the regression of a click model needs examples of both labels, got "
             f"{clicks.num_rows:,} of one; leave regression out of the configuration"
