@@ -502,6 +502,9 @@ def test_users_are_known_by_their_columns(tmp_path):
         assert by_plan[f"entries[plan={plan}]"] == len(own)
     with pytest.raises(ValueError, match="groups='age' is no column of categories"):
         sj.evaluate(model, shown, heldout, groups="age", **how)
+    less = heldout.without_events()
+    with pytest.raises(ValueError, match='by="kinds" measures .* and these have none'):
+        sj.evaluate(model, shown, less, groups="plan", by="kinds", **how)
     with pytest.raises(ValueError, match="of users none, but the model reads"):
         sj.recommend(model, data.with_users(None), k=2)
     plain, _ = sj.build(sj.GRUConfig(max_length=4, width=4), data.with_users(None))

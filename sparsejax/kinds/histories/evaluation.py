@@ -173,7 +173,8 @@ def parts_of(
     if asked.by == "kinds" and is_ours and (events := heldout.events) is not None:
         column = events.schema.kind
         found = {f"{column}={kind}": events.are_of(kind) for kind in heldout.kinds}
-    if asked.groups is not None:
+    # Where `by` finds no kinds, nothing is returned, so that `prepared_evaluation` refuses it.
+    if asked.groups is not None and (found or asked.by != "kinds"):
         found |= _by_users(inputs, heldout, asked.groups)
     whole = functools.partial(dataclasses.replace, heldout)
     parts = {n: whole(weights=x.astype(np.float32)) for n, x in found.items()}
