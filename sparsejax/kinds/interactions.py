@@ -184,7 +184,8 @@ class Interactions[
     ) -> SparseDataset | Data | None:
         if asked.exclude is None:
             return shown if asked.exclude_seen else None
-        if are_baskets(asked.inputs) != are_baskets(asked.exclude):
+        pair = asked.inputs, asked.exclude
+        if len({len(x) if are_baskets(x) else None for x in pair}) > 1:
             raise ValueError(
                 "exclude=... is matched by the names of rows, which lists do not have: give inputs "
                 "and exclude both as lists, with one list for each row, or neither"

@@ -265,6 +265,9 @@ def test_a_run_reads_columns_from_disk_and_one_after_it_tells_of_new_categories(
     for data in (later, saved, tmp_path / "later"):
         with pytest.warns(UserWarning, match="'action': 24 of 120 .*such as 'return'"):
             more = kind.read_to_train(training.replaced(data=data), earlier)
+    with pytest.warns(UserWarning, match="'action': 24 of 120 .*: it gets the id"):
+        rows = iter(later.to_dict("records"))  # which can be read once
+        more = kind.read_to_train(training.replaced(data=rows), earlier)
     assert more.events.vocabularies["action"].tolist() == ["buy", "view"]
 
 
@@ -386,7 +389,8 @@ def test_lists_may_have_no_event_and_exclude_by_lists(run):
         inputs=[[], []], exclude=[[first], []], **how
     ).names()
     assert other != again == first
-    for inputs, exclude in (([[], []], table()), (table(), [[first]])):
+    wrong: list[Any] = [([[], []], table()), (table(), [[first]]), ([[]], [[], [first]])]
+    for inputs, exclude in wrong:
         with pytest.raises(ValueError, match="both as lists, with one list for each"):
             run.recommend(inputs=inputs, exclude=exclude, k=1)
 

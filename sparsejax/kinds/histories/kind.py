@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
@@ -19,7 +19,7 @@ from sparsejax.data import (
     scan_sequences,
 )
 from sparsejax.data.files import stored
-from sparsejax.data.files.names import Names, find_names, quoted
+from sparsejax.data.files.names import Names, as_names, find_names, quoted
 from sparsejax.data.reading.histories import unordered
 from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.reading.sources import Inputs, num_columns
@@ -464,8 +464,12 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
 
 
 def _new_categories(training: Training, known: Events, column: str) -> Names:
-    """Names of the categories that are new in an event column. A file of events is read again."""
+    """Names of the categories that are new in an event column. A file of events is read again; for
+    an iterator, which cannot be read again, there are no names.
+    """
     data, schema = training.data, EventSchema(ids={column: VocabularyColumn()})
+    if isinstance(data, Iterator):
+        return as_names([])
     if is_saved(data, stored.HISTORIES):
         data = SequenceDataset.load(data)
     if not isinstance(data, SequenceDataset):
