@@ -63,18 +63,21 @@ def command(
         for result in measure(arguments.action):
             emit({"versions": versions(), **result})
         return
-    for results, given in files.items():
-        if arguments.action == "table":
+    if arguments.action == "table":
+        for results in files:
             (write_table or print_results)(json.loads(results.read_text()))
-            continue
-        wanted = {
-            part: environment
-            for part, environment in given.items()
-            if any(fnmatch.fnmatch(part, pattern) for pattern in arguments.only)
-        }
-        if wanted:
-            output = arguments.output or results
-            run_parts(script, wanted, output, arguments.commit)
+        return
+    wanted: dict[pathlib.Path, dict[str, Mapping[str, str]]] = {}
+    for results, given in files.items():
+        for part, environment in given.items():
+            if any(fnmatch.fnmatch(part, pattern) for pattern in arguments.only):
+                wanted.setdefault(results, {})[part] = environment
+    if not wanted:
+        parser.error(f"--only names none of {', '.join(parts)}")
+    if arguments.output and len(wanted) > 1:
+        parser.error("--output takes the results of one operation: name it by --only")
+    for results, some in wanted.items():
+        run_parts(script, some, arguments.output or results, arguments.commit)
 
 
 def versions() -> dict[str, str]:

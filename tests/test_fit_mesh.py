@@ -79,3 +79,20 @@ def test_a_table_is_killed_and_goes_on_with_half_of_the_devices(fit_mesh, capfd)
     said = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert 0 < said[0]["step"] - found["resumed_at_step"] <= 4
     assert said[-1]["epoch"] == found["epochs"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [(["--only", "add"], "names none of"), (["--output", "x"], "of one operation")],
+)
+def test_no_results_are_lost_or_awaited_in_vain(
+    fit_mesh, monkeypatch, capsys, flags, text
+):
+    import report
+
+    monkeypatch.setattr("sys.argv", ["kernels.py", "run", *flags])
+    monkeypatch.setattr(report, "run_parts", lambda *_: None)
+    with pytest.raises(SystemExit):
+        parts = {"add jax": {}, "sum jax": {}}
+        report.command("", "kernels.py", parts, list, by_operation=True)
+    assert text in capsys.readouterr().err
