@@ -389,7 +389,11 @@ def test_lists_may_have_no_event_and_exclude_by_lists(run):
         inputs=[[], []], exclude=[[first], []], **how
     ).names()
     assert other != again == first
-    wrong: list[Any] = [([[], []], table()), (table(), [[first]]), ([[]], [[], [first]])]
+    wrong: list[Any] = [
+        ([[], []], table()),
+        (table(), [[first]]),
+        ([[]], [[], [first]]),
+    ]
     for inputs, exclude in wrong:
         with pytest.raises(ValueError, match="both as lists, with one list for each"):
             run.recommend(inputs=inputs, exclude=exclude, k=1)
