@@ -265,8 +265,8 @@ def test_a_run_reads_columns_from_disk_and_one_after_it_tells_of_new_categories(
     for data in (later, saved, tmp_path / "later"):
         with pytest.warns(UserWarning, match="'action': 24 of 120 .*such as 'return'"):
             more = kind.read_to_train(training.replaced(data=data), earlier)
+    rows = iter(later.to_dict("records"))  # which can be read once
     with pytest.warns(UserWarning, match="'action': 24 of 120 .*: it gets the id"):
-        rows = iter(later.to_dict("records"))  # which can be read once
         more = kind.read_to_train(training.replaced(data=rows), earlier)
     assert more.events.vocabularies["action"].tolist() == ["buy", "view"]
 
