@@ -65,7 +65,7 @@ RANKED = ANY | {
 }
 EVALUATE = {
     "clicks": ANY | {"groups", "weighted"},
-    "histories": RANKED | {"candidates", "rank_by"},
+    "histories": RANKED | {"candidates", "groups", "rank_by"},
     "items": RANKED | {"fold_in", "features", "seed", "candidates"},
 }
 # Some value of each argument, and for `seed` and others their defaults: these count, too.
