@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -395,7 +394,7 @@ class TwoStage:
 
 def _check_types(asked: Join) -> None:
     """Raises TypeError if an argument has the wrong type."""
-    number = int | float | np.integer | np.floating
+    number = int, float, np.integer, np.floating
     lengths, labels = asked.lengths, asked.rank_by
     run = "a Run, as sj.Run.load reads it"
     expected = {
@@ -409,7 +408,7 @@ def _check_types(asked: Join) -> None:
         "retrieval": not hasattr(asked.retrieval, "_kept"),
         "ranking": not hasattr(asked.ranking, "_kept"),
         "request_columns": isinstance(asked.request_columns, str),
-        "lengths": lengths is not None and not _holds(lengths, int | np.integer, 1),
+        "lengths": lengths is not None and not _holds(lengths, (int, np.integer), 1),
         "rank_by": not (isinstance(labels, str | None) or _holds(labels, number)),
     }
     for name, text in expected.items():
@@ -417,10 +416,10 @@ def _check_types(asked: Join) -> None:
             raise TypeError(f"{name} is {text}, got {getattr(asked, name)!r:.80}")
 
 
-def _holds(given: Any, kind: types.UnionType, least: float = -math.inf) -> bool:
-    """Whether `given` is a mapping to values of type `kind`, each at least `least`."""
+def _holds(given: Any, kinds: tuple[type, ...], least: float = -math.inf) -> bool:
+    """Whether `given` is a mapping to values of the types `kinds`, each at least `least`."""
     return isinstance(given, Mapping) and all(
-        isinstance(each, kind) and not each < least for each in given.values()
+        isinstance(each, kinds) and not each < least for each in given.values()
     )
 
 
