@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from click_steps import step
 from flax import nnx
 
 import sparsejax as sj
@@ -191,7 +192,7 @@ def test_gradients_are_those_of_the_formula(config):
         return optax.sigmoid_binary_cross_entropy(logits, clicks).mean()
 
     gradient = nnx.to_flat_state(nnx.grad(loss_fn)(model))
-    rng, step = np.random.default_rng(3), 1e-3
+    rng, width = np.random.default_rng(3), 1e-3
     found = {path: np.asarray(leaf[...]) for path, leaf in gradient}
     variables = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     assert found.keys() == variables.keys()
@@ -202,21 +203,11 @@ def test_gradients_are_those_of_the_formula(config):
             for sign in (1, -1):
                 moved = nnx.clone(model)
                 variable = dict(nnx.to_flat_state(nnx.state(moved, nnx.Param)))[path]
-                variable.set_value(variable[...].at[at].add(sign * step))
+                variable.set_value(variable[...].at[at].add(sign * width))
                 nnx.update(moved, nnx.from_flat_state([(path, variable)]))
                 around.append(loss_of(oracle(moved, dense, ids)))
-            want = (around[0] - around[1]) / (2 * step)
+            want = (around[0] - around[1]) / (2 * width)
             np.testing.assert_allclose(slope[at], want, rtol=0.05, atol=2e-4)
-
-
-@nnx.jit(donate_argnums=(0, 1))
-def step(model, optimizer, dense, ids, click):
-    def loss_fn(model):
-        return optax.sigmoid_binary_cross_entropy(model(dense, ids), click).mean()
-
-    loss, grads = optimizer.value_and_grad(loss_fn)(model)
-    optimizer.update(model, grads)
-    return loss
 
 
 @both

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from click_steps import step
 from flax import nnx
 from tolerances import tolerance
 
@@ -128,16 +129,6 @@ def test_without_dense_columns_and_in_bfloat16():
     for config in (sj.DLRMConfig(dtype="bfloat16"), sj.DeepFMConfig(dtype="bfloat16")):
         scores = jax.eval_shape(lambda m: call(m, dense, ids), build(config, 0))
         assert scores.shape == (16,) and scores.dtype == jnp.float32
-
-
-@nnx.jit(donate_argnums=(0, 1))
-def step(model, optimizer, dense, ids, click):
-    def loss_fn(model):
-        return optax.sigmoid_binary_cross_entropy(model(dense, ids), click).mean()
-
-    loss, grads = optimizer.value_and_grad(loss_fn)(model)
-    optimizer.update(model, grads)
-    return loss
 
 
 def test_training_on_a_mesh():
